@@ -1,0 +1,11 @@
+"""Fully sharded data parallel under Lightning, written to be read and checked bit for bit."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_fsdp_toy.strategy import ToyFSDPStrategy
+
+__all__ = ["ToyFSDPStrategy", "__version__"]
+
+__version__ = "0.1.0"
+
+ToyFSDPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,56 @@
+"""Model summaries that count whole parameters although every rank holds shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+
+from lightning_fsdp_toy.sharding.state_dict import full_shapes
+
+if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding import RootState
+
+__all__ = ["count_whole_parameters"]
+
+
+@dataclass
+class _Counted:
+    """What ``ModelSummary`` reads from a summary, taken while modules showed whole shapes."""
+
+    data: list[tuple[str, list[str]]]
+    total_parameters: int
+    trainable_parameters: int
+    model_size: float
+    total_training_modes: dict[str, int]
+    total_flops: int
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self.data
+
+
+def count_whole_parameters(trainer: Trainer, root: RootState) -> None:
+    """Make the trainer's ``ModelSummary`` callbacks (plain and rich) count whole parameters."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
+
+
+def _summary_of(callback: ModelSummary, root: RootState) -> Any:
+    def summary(trainer: Trainer, module: LightningModule) -> _Counted:
+        # An example input is run while parameters are sharded; only counting sees whole shapes.
+        made = type(callback)._summary(callback, trainer, module)
+        root.settle()
+        with full_shapes(root):
+            return _Counted(
+                made._get_summary_data(),
+                made.total_parameters,
+                made.trainable_parameters,
+                made.model_size,
+                made.total_training_modes,
+                getattr(made, "total_flops", 0),
+            )
+
+    return summary

@@ -1,0 +1,21 @@
+"""The algorithm: fully sharded data parallel on plain PyTorch modules."""
+
+from lightning_fsdp_toy.sharding.collectives import Ledger
+from lightning_fsdp_toy.sharding.fully_shard import (
+    SHARDING_STRATEGIES,
+    fully_shard,
+    get_root,
+    register_forward_method,
+    unsharded,
+)
+from lightning_fsdp_toy.sharding.root import RootState
+
+__all__ = [
+    "SHARDING_STRATEGIES",
+    "Ledger",
+    "RootState",
+    "fully_shard",
+    "get_root",
+    "register_forward_method",
+    "unsharded",
+]

@@ -1,0 +1,206 @@
+"""From a module to its units: who owns which parameter, meta-device init, checks at setup."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fsdp_toy.sharding.collectives import Transport
+from lightning_fsdp_toy.sharding.policy import WrapPolicy, select_units
+
+__all__ = ["Member", "UnitPlan", "broadcast_buffers", "build_units"]
+
+
+class Member(NamedTuple):
+    """One original parameter of a unit: its name and every ``(module, name)`` that holds it."""
+
+    fqn: str
+    homes: list[tuple[nn.Module, str]]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter as its first home holds it now."""
+        module, name = self.homes[0]
+        param = module._parameters[name]
+        assert param is not None, f"parameter `{self.fqn}` vanished during setup"
+        return param
+
+
+class UnitPlan(NamedTuple):
+    """A unit before it is sharded."""
+
+    fqn: str
+    module: nn.Module
+    members: list[Member]
+
+    def take_members(self, device: torch.device, transport: Transport) -> list[Member]:
+        """Return the unit's parameters with memory, just before they are sharded."""
+        _materialize(self, device, transport.rank == 0)
+        return self.members
+
+
+def build_units(
+    root: nn.Module, policy: WrapPolicy, device: torch.device, transport: Transport
+) -> tuple[list[UnitPlan], dict[nn.Module, int]]:
+    """Plan the units of ``root``, check that all ranks have the same, and place its buffers.
+
+    Returns:
+        Units in module order, the root first; and for every module the index of its unit.
+
+    Raises:
+        ValueError: see ``plan_units``; or ranks built different models.
+    """
+    plans, unit_of = plan_units(root, policy)
+    _check_ranks_agree(plans, transport)
+    _place_buffers(root, device)
+    return plans, unit_of
+
+
+def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dict[nn.Module, int]]:
+    """Divide the parameters of ``root`` among its units.
+
+    A parameter belongs to the nearest enclosing unit. One that is tied across units belongs to the
+    root, so that there is still one of it and its gradient is summed over its uses.
+
+    Returns:
+        Units in module order, the root first; and for every module the index of its unit.
+
+    Raises:
+        ValueError: a parameter cannot be sharded (integer or complex, or another dtype than the
+            rest of its unit), or the policy names a class the model does not contain.
+    """
+    chosen = select_units(root, policy)
+    plans = [UnitPlan("", root, []), *(UnitPlan(fqn, module, []) for fqn, module in chosen)]
+    unit_of: dict[nn.Module, int] = {}
+    for index, plan in enumerate(plans):  # parents come before children, which then win
+        for module in plan.module.modules():
+            unit_of[module] = index
+    members: dict[nn.Parameter, Member] = {}
+    owners: dict[nn.Parameter, set[int]] = {}
+    for prefix, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                fqn = f"{prefix}.{name}" if prefix else name
+                members.setdefault(param, Member(fqn, [])).homes.append((module, name))
+                owners.setdefault(param, set()).add(unit_of[module])
+    for param, member in members.items():
+        indices = owners[param]
+        plans[indices.pop() if len(indices) == 1 else 0].members.append(member)
+    for plan in plans:
+        _check_dtypes(plan)
+    return plans, unit_of
+
+
+def _check_dtypes(plan: UnitPlan) -> None:
+    for member in plan.members:
+        dtype, first = member.param.dtype, plan.members[0]
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"Parameter `{member.fqn}` has dtype {dtype}: only floating-point parameters can "
+                f"be sharded. Register it as a buffer."
+            )
+        if dtype != first.param.dtype:
+            raise ValueError(
+                f"Parameter `{member.fqn}` is {dtype}, but `{first.fqn}` in the same unit "
+                f"`{plan.fqn or '<root>'}` is {first.param.dtype}. Convert one, or make units of "
+                f"one dtype with `auto_wrap_policy`."
+            )
+
+
+def _materialize(plan: UnitPlan, device: torch.device, is_source: bool) -> None:
+    """Give memory to what the unit holds on the meta device; rank 0 initialises it.
+
+    Only this unit's parameters and the buffers beside them exist afterwards: a model that was built
+    on the meta device never exists whole on a rank.
+
+    Raises:
+        ValueError: a module holds meta tensors but has no ``reset_parameters``.
+    """
+    homes = {home: None for member in plan.members for home, _ in member.homes}
+    for module in homes:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if not any(t is not None and t.is_meta for t in tensors):
+            continue
+        module.to_empty(device=device, recurse=False)
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
+        if reset is None:
+            raise ValueError(
+                f"Module {type(module).__name__} (unit `{plan.fqn or '<root>'}`) is on the meta "
+                f"device and has no `reset_parameters()` to initialise it with. Add one."
+            )
+        if is_source:
+            reset()
+    for member in plan.members:  # a tied parameter must be one again
+        for module, name in member.homes[1:]:
+            module._parameters[name] = member.param
+
+
+@torch.no_grad()
+def _place_buffers(root: nn.Module, device: torch.device) -> None:
+    """Move buffers to ``device``; initialise those still on the meta device.
+
+    Raises:
+        ValueError: a module without parameters holds meta buffers it cannot initialise.
+    """
+    for name, module in root.named_modules():
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"Module `{name}` holds buffers on the meta device and has no "
+                    f"`reset_parameters()` to initialise them with. Add one."
+                )
+            module.to_empty(device=device, recurse=False)
+            reset()
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+@torch.no_grad()
+def broadcast_buffers(buffers: list[Tensor], transport: Transport) -> None:
+    """Overwrite every rank's buffers with rank 0's, as one message of bytes."""
+    if transport.world_size == 1 or not buffers:
+        return
+    parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+    message = torch.cat(parts)
+    transport.broadcast_(message, "<buffers>")
+    if transport.rank > 0:
+        received = message.split([part.numel() for part in parts])
+        for buffer, data in zip(buffers, received, strict=True):
+            # a clone starts at an aligned address, as the view to a wider dtype demands
+            buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:
+    """Compare units, names, shapes and dtypes with rank 0's.
+
+    Raises:
+        ValueError: on every rank, where any rank's model differs; names the first difference.
+    """
+    if transport.world_size == 1:
+        return
+    mine = [
+        (plan.fqn or "<root>", member.fqn, tuple(member.param.shape), str(member.param.dtype))
+        for plan in plans
+        for member in plan.members
+    ]
+    box: list[Any] = [mine]
+    dist.broadcast_object_list(box, group=transport.group, group_src=0)
+    theirs = box[0]
+    differs = mine != theirs
+    if not transport.any_rank([differs], "<setup>")[0]:
+        return
+    if not differs:
+        raise ValueError("Another rank built a different model than rank 0; see its error.")
+    pairs = zip([*mine, None], [*theirs, None], strict=False)
+    own, reference = next((a, b) for a, b in pairs if a != b)
+    raise ValueError(
+        f"Rank {transport.rank} built a different model than rank 0: (unit, parameter, shape, "
+        f"dtype) is {own} here and {reference} on rank 0. Every rank must build the same model."
+    )

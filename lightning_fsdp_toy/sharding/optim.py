@@ -1,0 +1,112 @@
+"""Optimizers over shards: which are right, and the gradient norm over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp_toy.sharding.root import RootState
+
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "check_optimizer", "clip_grad_norm_", "grad_norm"]
+
+# Optimizers whose update of an element depends on that element alone (and on scalars).
+ELEMENTWISE_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def check_optimizer(
+    root: RootState,
+    optimizer: torch.optim.Optimizer,
+    allowed: Iterable[type[torch.optim.Optimizer]] = (),
+) -> None:
+    """Refuse an optimizer that would be silently wrong on shards.
+
+    An optimizer that looks at a whole tensor (its norm, its rows, a matrix product) sees one rank's
+    1D piece instead.
+
+    Raises:
+        ValueError: its class is neither known to be elementwise nor in ``allowed``, or it holds
+            parameters that are not the model's sharded ones.
+    """
+    cls = type(optimizer)
+    if cls not in ELEMENTWISE_OPTIMIZERS and cls not in tuple(allowed):
+        raise ValueError(
+            f"Optimizer `{cls.__name__}` is not known to update elements independently; on a shard "
+            f"it could be silently wrong. If it does, pass `allow_optimizers=({cls.__name__},)`."
+        )
+    ours = {id(o.sharded) for unit in root.units for o in unit.flat.originals}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in ours:
+                raise ValueError(
+                    f"Optimizer `{cls.__name__}` holds a parameter of shape {tuple(param.shape)} "
+                    f"that is not a sharded parameter of the model. Build optimizers after "
+                    f"sharding (under Lightning: in `configure_optimizers`)."
+                )
+
+
+@torch.no_grad()
+def grad_norm(root: RootState, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of the whole gradients of sharded parameters: 0-dim fp64, equal on all ranks.
+
+    A collective of 16 bytes. A replicated parameter counts once; NaN on one rank reaches all.
+
+    Args:
+        root: the sharded model.
+        parameters: sharded parameters; those without a gradient are passed over.
+        norm_type: order of the norm; ``inf`` for the largest absolute value.
+    """
+    replicated = {
+        id(o.sharded) for unit in root.units if unit.flat.replicate for o in unit.flat.originals
+    }
+    is_max = norm_type == float("inf")
+    parts = torch.zeros(2, dtype=torch.float64, device=root.device)  # sharded, replicated
+    for param in parameters:
+        if param.grad is None or param.grad.numel() == 0:
+            continue
+        index = int(id(param) in replicated)
+        size = param.grad.abs().double()
+        if is_max:
+            parts[index] = torch.maximum(parts[index], size.max())
+        else:
+            parts[index] += size.pow(norm_type).sum()
+    if root.transport.world_size > 1:
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        # Maximum of NaN is not NaN on every backend: count them beside it.
+        sharded = torch.stack([parts[0].nan_to_num(nan=0.0, posinf=float("inf")), parts[0].isnan()])
+        dist.all_reduce(sharded, op=op, group=root.transport.group)
+        root.ledger.record("control", "<norm>", 16)
+        parts[0] = torch.where(sharded[1] > 0, float("nan"), sharded[0])
+    total = torch.maximum(parts[0], parts[1]) if is_max else parts.sum().pow(1.0 / norm_type)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    root: RootState, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before clipping.
+    """
+    params = [param for param in parameters if param.grad is not None]
+    norm = grad_norm(root, params, norm_type)
+    scale = torch.clamp(max_norm / (norm.float() + 1e-6), max=1.0)
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(scale.to(param.grad.dtype))
+    return norm

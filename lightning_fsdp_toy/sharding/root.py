@@ -1,0 +1,319 @@
+"""The root: the order in which units run, and the end of backward.
+
+Note: time and the order of post-backward
+    ``RootState`` counts ticks: the start and end of every unit call in forward. Autograd runs the
+    nodes of a graph from the latest created to the earliest, so when backward touches something of
+    tick t, everything later than t is finished, and so are all units whose first call began after
+    t. They are finalised (reduced, resharded) in the order of falling start. That order follows
+    from the forward alone: it is the same on every rank even when ranks use different parameters.
+
+Note: passes
+    The starts of one forward belong to its ``ForwardPass``. The graph keeps its pass alive (through
+    the handles and output hooks), the root only knows it weakly: a forward that never sees a
+    backward is forgotten with its graph. Two forwards before one backward are two live passes, and
+    a unit's start is the earlier one, so that it is reduced once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_fsdp_toy.sharding.build import broadcast_buffers, build_units
+from lightning_fsdp_toy.sharding.collectives import Ledger, make_transport
+from lightning_fsdp_toy.sharding.flat_param import (
+    FlatParameter,
+    MemoryCounter,
+    OriginalParameter,
+)
+from lightning_fsdp_toy.sharding.policy import WrapPolicy
+from lightning_fsdp_toy.sharding.saved import SavedTensors
+from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
+
+__all__ = ["ForwardPass", "RootState"]
+
+
+class ForwardPass:
+    """The unit calls of one forward (see the note on passes).
+
+    Attributes:
+        starts: tick at which each unit was first called.
+        is_consumed: a backward through it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.starts: dict[Unit, int] = {}
+        self.is_consumed = False
+
+
+class RootState:
+    """Everything that concerns the whole sharded model on this rank.
+
+    Built by ``fully_shard``. Attributes that callers use:
+
+    Attributes:
+        module: the sharded module.
+        units: the root unit first, then the others in module order.
+        ledger: counts this rank's collectives.
+        memory: counts this rank's tensor bytes.
+        transport: what the collectives go through.
+        sharding_strategy: one of ``SHARDING_STRATEGIES``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        policy: WrapPolicy,
+        sharding_strategy: str,
+        transport: str,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.policy = policy
+        self.sharding_strategy = sharding_strategy
+        self.requested_transport = transport
+        self.ledger = Ledger()
+        self.memory = MemoryCounter()
+        self.transport = make_transport(transport, group, device, self.ledger)
+        self.gradient_scale = 1.0 / self.transport.world_size
+        self.tick = 0
+        self.current_pass: ForwardPass | None = None
+        self._passes: list[weakref.ref[ForwardPass]] = []
+        self._touched: set[ForwardPass] = set()  # passes the current backward has reached
+        self._depth = 0  # nested forward calls of any unit
+        self._saved = SavedTensors(self)
+        self._hooks: saved_tensors_hooks | None = None  # while depth > 0
+        self._last: Unit | None = None  # ended last in the forward before
+        self._last_ended: Unit | None = None
+        self._in_backward = False
+        self._pending: list[tuple[int, Unit]] = []  # (start, unit) by rising start
+        self._pending_units: set[Unit] = set()
+        self._used: dict[Unit, list[bool]] = {}
+        plans, unit_index = build_units(module, policy, device, self.transport)
+        self.units: list[Unit] = []
+        for plan in plans:
+            flat = FlatParameter(
+                [(m.fqn, m.param, m.homes) for m in plan.take_members(device, self.transport)],
+                plan.fqn or "<root>",
+                self.transport,
+                device,
+                self.memory,
+                replicate=sharding_strategy == "NO_SHARD",
+            )
+            self.units.append(Unit(plan.module, flat, self))
+        self._unit_of = {sub: self.units[index] for sub, index in unit_index.items()}
+        self._buffers: list[Tensor] = list(module.buffers())
+        broadcast_buffers(self._buffers, self.transport)
+        self.forward_methods: list[tuple[nn.Module, str]] = []
+        module.__dict__["_fsdp_root"] = self
+
+    @property
+    def root_unit(self) -> Unit:
+        """The unit that holds what no other unit does."""
+        return self.units[0]
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """A forward call of some unit begins."""
+        self._depth += 1
+        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
+            self.settle()
+            if self.module.training and torch.is_grad_enabled():
+                broadcast_buffers(self._buffers, self.transport)
+            self.current_pass = None
+            self._hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+            self._hooks.__enter__()
+
+    def exit_forward(self) -> None:
+        """A forward call of some unit has ended, in whatever way."""
+        self._depth -= 1
+        if self._depth == 0 and self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+
+    def settle(self) -> None:
+        """Return to rest: what an aborted step or a forward without backward left is freed.
+
+        Weights are gathered anew in every forward of the root, so a stale copy is never used.
+        """
+        if self._in_backward:  # the last backward raised
+            self._clear_backward()
+        for unit in self.units:
+            unit.reset()
+
+    def record_start(self, unit: Unit) -> None:
+        """Note the tick at which a unit's call begins."""
+        if not is_grad_recording():
+            return
+        self.tick += 1
+        if self.current_pass is None or self.current_pass.is_consumed:
+            self.current_pass = ForwardPass()
+            self._passes = [ref for ref in self._passes if ref() is not None]
+            self._passes.append(weakref.ref(self.current_pass))
+        self.current_pass.starts.setdefault(unit, self.tick)
+
+    def record_end(self, unit: Unit) -> tuple[int, ForwardPass] | None:
+        """Return the tick at which a unit's call ends, and its pass; None if not recorded."""
+        if not is_grad_recording() or self.current_pass is None:
+            return None
+        self.tick += 1
+        if unit is not self.root_unit:
+            self._last_ended = unit
+        return self.tick, self.current_pass
+
+    def keeps_unsharded(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay after a forward call: backward needs them next."""
+        if unit.num_pins > 0:
+            return True
+        if torch._C._current_graph_task_id() != -1:  # recomputation: post-backward reshards
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        if self.sharding_strategy == "SHARD_GRAD_OP":
+            return True
+        return unit is self.root_unit or unit is self._last
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def on_unshard(self, unit: Unit) -> None:
+        """A unit's buffer has memory now."""
+        self._saved.add(unit)
+
+    def on_reshard(self, unit: Unit) -> None:
+        """A unit's buffer is about to lose its memory."""
+        self._saved.remove(unit)
+
+    def unit_of(self, module: nn.Module) -> Unit:
+        """Return the unit a module of the model belongs to."""
+        return self._unit_of[module]
+
+    @contextmanager
+    def unsharded(self, module: nn.Module, writeback: bool) -> Iterator[None]:
+        """See ``fully_shard.unsharded``."""
+        units = list(dict.fromkeys(self._unit_of[sub] for sub in module.modules()))
+        units += [self.root_unit] if self.root_unit not in units else []  # may hold tied weights
+        self.enter_forward()
+        for unit in units:
+            unit.num_pins += 1
+            if not unit.flat.is_unsharded:
+                unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                if writeback:
+                    unit.flat.write_back()
+                unit.num_pins -= 1
+                if unit.num_pins == 0 and unit.num_active == 0:
+                    unit.reshard()
+            self.exit_forward()
+
+    @contextmanager
+    def show(self, face: Callable[[OriginalParameter], nn.Parameter]) -> Iterator[None]:
+        """Put other parameters into the modules for a while; the model must be at rest."""
+        homes = [
+            (module, name, original)
+            for unit in self.units
+            for original in unit.flat.originals
+            for module, name in original.homes
+        ]
+        faces = {original: face(original) for _, _, original in homes}
+        for module, name, original in homes:
+            module._parameters[name] = faces[original]
+        try:
+            yield
+        finally:
+            for module, name, original in homes:
+                module._parameters[name] = original.sharded
+
+    def restore(self) -> None:
+        """Undo ``fully_shard``: whole parameters in the modules, no hooks. A collective."""
+        self.settle()
+        for unit in self.units:
+            unit.unshard()
+            for original in unit.flat.originals:
+                value = original.unsharded.detach().clone()
+                param = nn.Parameter(value, original.sharded.requires_grad)
+                param.__dict__.update(original.sharded.__dict__)
+                original.sharded = param  # what the reshard puts into the modules
+            unit.reshard()
+            unit.remove_hooks()
+        for module, name in self.forward_methods:
+            del module.__dict__[name]
+        del self.module.__dict__["_fsdp_root"]
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def reach(self, unit: Unit, tick: int, forward_pass: ForwardPass | None) -> None:
+        """Backward touches something of ``unit`` that was made at ``tick``."""
+        self._begin_backward()
+        if forward_pass is not None:
+            self._touched.add(forward_pass)
+        while self._pending and self._pending[-1][0] > tick:
+            self._finalize(self._pending.pop()[1])
+        self._expect(unit)
+        unit.pre_backward()
+
+    def note_gradient(self, unit: Unit) -> None:
+        """A gradient of ``unit`` arrives."""
+        self._begin_backward()
+        self._expect(unit)
+
+    def _expect(self, unit: Unit) -> None:
+        """Make sure that post-backward comes for a unit no live pass knows (at the end, then)."""
+        if unit not in self._pending_units:
+            self._pending.insert(0, (0, unit))
+            self._pending_units.add(unit)
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._last = self._last_ended
+        starts: dict[Unit, int] = {}
+        for forward_pass in self._live_passes():
+            for unit, start in forward_pass.starts.items():
+                starts[unit] = min(start, starts.get(unit, start))
+        self._pending = sorted(((s, u) for u, s in starts.items()), key=lambda pair: pair[0])
+        self._pending_units = set(starts)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _finalize(self, unit: Unit) -> None:
+        self._pending_units.discard(unit)
+        used = unit.post_backward()
+        if used is not None:
+            before = self._used.get(unit, [False] * len(used))
+            self._used[unit] = [a or b for a, b in zip(before, used, strict=True)]
+
+    def _end_backward(self) -> None:
+        """Finalise what is left, agree on unused parameters, hand gradients to the optimizer."""
+        while self._pending:
+            self._finalize(self._pending.pop()[1])
+        flags = [flag for used in self._used.values() for flag in used]
+        agreed = iter(self.transport.any_rank(flags, "<root>"))
+        for unit, used in self._used.items():
+            unit.flat.publish_gradients([next(agreed) for _ in used])
+        live = self._live_passes()
+        for forward_pass in live if len(live) == 1 else self._touched:
+            forward_pass.is_consumed = True
+        self._clear_backward()
+
+    def _clear_backward(self) -> None:
+        self._in_backward = False
+        self._pending = []
+        self._pending_units = set()
+        self._touched = set()
+        self._used = {}
+
+    def _live_passes(self) -> list[ForwardPass]:
+        passes = (ref() for ref in self._passes)
+        return [p for p in passes if p is not None and not p.is_consumed]

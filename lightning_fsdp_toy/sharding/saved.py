@@ -1,0 +1,119 @@
+"""Saved-tensor hooks: how weights come back for backward.
+
+Note: getting weights back
+    Autograd saves weights (or views of them) in the forward and needs them again in backward, when
+    they have been resharded. While a sharded module's forward runs, saved-tensor hooks replace
+    every saved view of a unit's buffer by a *handle*: unit, place, time. When autograd unpacks a
+    handle, the unit is unsharded and the view is made anew. So weights come back exactly when they
+    are needed, whatever forward returned: a stored intermediate, a view changed in place, a
+    container nobody knows (pytorch issues 77812, 173709, 181832). Hooks on output tensors stay as
+    the early trigger, so that units that save no weights behave like the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding.root import ForwardPass, RootState
+    from lightning_fsdp_toy.sharding.unit import Unit
+
+__all__ = ["SavedTensors"]
+
+
+class _Handle(NamedTuple):
+    """What a saved view of a unit's buffer is replaced by until backward needs it."""
+
+    unit: Unit
+    tick: int
+    forward_pass: ForwardPass | None
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int  # of the shard: an optimizer step in between would give wrong gradients
+
+
+class _Saved(NamedTuple):
+    """Any other saved tensor, with the version autograd checks where there are no hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """Packs and unpacks what autograd saves while sharded modules run.
+
+    Args:
+        root: is told when backward reaches a unit.
+    """
+
+    def __init__(self, root: RootState) -> None:
+        self.root = root
+        self._by_ptr: dict[int, Unit] = {}  # memory address of each unsharded buffer
+
+    def add(self, unit: Unit) -> None:
+        """A unit's buffer has memory now."""
+        if not unit.flat.is_whole:
+            self._by_ptr[unit.flat.buffer_ptr] = unit
+
+    def remove(self, unit: Unit) -> None:
+        """A unit's buffer is about to lose its memory."""
+        if not unit.flat.is_whole:
+            self._by_ptr.pop(unit.flat.buffer_ptr, None)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Replace a view of a unit's buffer by a handle; keep any other tensor."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        unit = self._by_ptr.get(tensor.untyped_storage().data_ptr())
+        if unit is None:
+            return _Saved(tensor, tensor._version)
+        return _Handle(
+            unit,
+            self.root.tick,
+            self.root.current_pass,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            unit.flat.shard._version,
+        )
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor again, unsharding its unit if it was a view of one."""
+        if isinstance(packed, _Handle):
+            return self._unpack_handle(packed)
+        if isinstance(packed, _Saved):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: {tensor.type()} {list(tensor.shape)} is at version "
+                    f"{tensor._version}; expected version {version} instead."
+                )
+            return tensor
+        saved: Tensor = packed
+        return saved
+
+    def _unpack_handle(self, handle: _Handle) -> Tensor:
+        unit = handle.unit
+        if unit.flat.shard._version != handle.version:
+            raise RuntimeError(
+                f"weights of unit `{unit.fqn}` were updated between this forward and its backward; "
+                f"gradients would be wrong. Run backward before the optimizer step."
+            )
+        if torch._C._current_graph_task_id() != -1:
+            self.root.reach(unit, handle.tick, handle.forward_pass)
+        elif not unit.flat.is_unsharded:
+            raise RuntimeError(
+                f"a saved weight of unit `{unit.fqn}` was read outside backward, where it is "
+                f"sharded. Read it inside `unsharded(module)`."
+            )
+        buffer = unit.flat.buffer
+        if handle.dtype != buffer.dtype:
+            buffer = buffer.view(handle.dtype)
+        return buffer.as_strided(handle.size, handle.stride, handle.offset)

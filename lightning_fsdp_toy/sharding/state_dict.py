@@ -1,0 +1,219 @@
+"""Full state dicts: what a replicated run would save, from shards and back.
+
+Note: full state
+    Units are unsharded one after the other; rank 0 copies each parameter to CPU memory of its own,
+    so nothing it returns shares memory with a shard or a buffer that training goes on to change.
+    The other ranks never hold more than one unit. Loading goes the other way without a collective:
+    every rank cuts its pieces out of the tensors it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp_toy.sharding.flat_param import OriginalParameter
+from lightning_fsdp_toy.sharding.layout import ParamSlot
+from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.unit import Unit
+
+__all__ = [
+    "full_model_state",
+    "full_optimizer_state",
+    "full_shapes",
+    "load_model_state",
+    "load_optimizer_state",
+    "shard_optimizer_state",
+]
+
+
+def full_shapes(root: RootState) -> Any:
+    """Context in which modules show meta parameters of the original shapes (for counting)."""
+    return root.show(_meta_parameter)
+
+
+def full_model_state(
+    root: RootState, make_state_dict: Callable[[], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the state dict of the whole model on rank 0 and an empty one elsewhere.
+
+    A collective. Keys, order, shapes, strides and dtypes are those of the unsharded module; tensors
+    are copies in CPU memory.
+
+    Args:
+        root: the sharded model, at rest.
+        make_state_dict: called where modules show whole parameters; ``root.module.state_dict`` if
+            None. Gives state-dict hooks and overrides their say.
+    """
+    root.settle()
+    copies: dict[OriginalParameter, Tensor] = {}
+    for unit in root.units:
+        unit.unshard()
+        if root.transport.rank == 0:
+            for original in unit.flat.originals:
+                copies[original] = original.unsharded.detach().to("cpu", copy=True)
+        unit.reshard()
+    if root.transport.rank != 0:
+        return {}
+    faces = {o: nn.Parameter(copy, o.sharded.requires_grad) for o, copy in copies.items()}
+    with root.show(faces.__getitem__):
+        state = (make_state_dict or root.module.state_dict)()
+    ours = {copy.data_ptr() for copy in copies.values()}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.data_ptr() not in ours:
+            state[key] = value.detach().to("cpu", copy=True)
+    return state
+
+
+@torch.no_grad()
+def load_model_state(
+    root: RootState,
+    state: Mapping[str, Any],
+    strict: bool = True,
+    load_state_dict: Callable[..., Any] | None = None,
+) -> Any:
+    """Load a full state dict into the shards of this rank and the buffers.
+
+    Args:
+        root: the sharded model, at rest.
+        state: as the unsharded module's ``state_dict()`` returns.
+        strict: refuse missing and unexpected keys.
+        load_state_dict: ``root.module.load_state_dict`` if None.
+
+    Returns:
+        What ``load_state_dict`` returns: missing and unexpected keys.
+
+    Raises:
+        RuntimeError: keys or shapes do not match; nothing has been changed.
+    """
+    root.settle()
+    load = load_state_dict or root.module.load_state_dict
+    buffers = [(m, name, b) for m in root.module.modules() for name, b in m._buffers.items()]
+    loaded: list[tuple[Unit, OriginalParameter, Tensor]] = []
+    try:
+        with root.show(_meta_parameter):
+            result = load(state, strict=strict, assign=True)
+            for unit in root.units:
+                for original in unit.flat.originals:
+                    values = [m._parameters[name] for m, name in original.homes]
+                    given = [v for v in values if v is not None and not v.is_meta]
+                    loaded += [(unit, original, value) for value in given[-1:]]
+            new_buffers = [module._buffers[name] for module, name, _ in buffers]
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+    for _, original, value in loaded:
+        original.sharded.copy_(cut_piece(value, original))
+    for (_, _, buffer), new in zip(buffers, new_buffers, strict=True):
+        if buffer is not None and new is not None and new is not buffer:
+            buffer.copy_(new)
+    return result
+
+
+@torch.no_grad()
+def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state dict with whole tensors on rank 0, an empty one elsewhere.
+
+    A collective; one unit's state of one kind is gathered at a time.
+    """
+    state_dict = optimizer.state_dict()
+    # The entries are the optimizer's own dicts: copy them before putting whole tensors in.
+    state: dict[int, dict[str, Any]] = {i: dict(e) for i, e in state_dict["state"].items()}
+    index_of = _parameter_indices(optimizer)
+    is_first = root.transport.rank == 0
+    for unit in root.units:
+        members = [o for o in unit.flat.originals if index_of.get(id(o.sharded)) in state]
+        keys = dict.fromkeys(
+            key
+            for original in members
+            for key, value in state[index_of[id(original.sharded)]].items()
+            if _is_elementwise(key, value, original.sharded.shape)
+        )
+        for key in keys:
+            holders = [o for o in members if key in state[index_of[id(o.sharded)]]]
+            entries = [state[index_of[id(o.sharded)]] for o in holders]
+            whole = _gather_pieces(unit, holders, [entry[key] for entry in entries])
+            for original, entry in zip(holders, entries, strict=True):
+                view = whole.as_strided(
+                    original.slot.shape, original.slot.stride, original.slot.offset
+                )
+                entry[key] = view.to("cpu", copy=True) if is_first else None
+    return {**state_dict, "state": state} if is_first else {}
+
+
+def shard_optimizer_state(
+    root: RootState, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``full`` (a whole-tensor optimizer state dict) cut to this rank's pieces."""
+    originals = {id(o.sharded): o for unit in root.units for o in unit.flat.originals}
+    by_index = {index: originals[key] for key, index in _parameter_indices(optimizer).items()}
+    state = {}
+    for index, entry in full["state"].items():
+        original = by_index.get(index)
+        if original is None:
+            raise ValueError(
+                f"The optimizer state holds parameter {index}, but this optimizer has "
+                f"{len(by_index)} parameters. Resume with the optimizer that was saved."
+            )
+        state[index] = {
+            key: cut_piece(value, original).clone()
+            if _is_elementwise(key, value, torch.Size(original.slot.shape))
+            else value
+            for key, value in entry.items()
+        }
+    return {**full, "state": state}
+
+
+def load_optimizer_state(
+    root: RootState, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
+) -> None:
+    """Load a whole-tensor optimizer state dict, as any replicated run saves it."""
+    optimizer.load_state_dict(shard_optimizer_state(root, optimizer, full))
+
+
+def cut_piece(value: Tensor, original: OriginalParameter) -> Tensor:
+    """Return this rank's 1D piece of a whole tensor of the original shape."""
+    slot, piece = original.slot, original.piece
+    return in_memory_order(value.detach(), slot)[piece.start : piece.stop]
+
+
+def in_memory_order(value: Tensor, slot: ParamSlot) -> Tensor:
+    """Return the elements of ``value`` as 1D in the order in which the parameter lies in memory."""
+    if slot.is_contiguous:
+        return value.reshape(-1)
+    strided = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
+    strided.copy_(value)
+    return strided.as_strided((slot.numel,), (1,))
+
+
+def _meta_parameter(original: OriginalParameter) -> nn.Parameter:
+    sharded, slot = original.sharded, original.slot
+    tensor = torch.empty_strided(slot.shape, slot.stride, dtype=sharded.dtype, device="meta")
+    return nn.Parameter(tensor, sharded.requires_grad)
+
+
+def _parameter_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Map ``id(parameter)`` to the index that ``Optimizer.state_dict`` gives it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {id(param): index for index, param in enumerate(params)}
+
+
+def _is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and key != "step" and value.shape == shape
+
+
+def _gather_pieces(unit: Unit, originals: list[OriginalParameter], pieces: list[Tensor]) -> Tensor:
+    """All-gather 1D pieces of one unit into a new tensor laid out like the flat parameter."""
+    flat = unit.flat
+    whole = flat.shard.new_zeros(flat.layout.padded_numel, dtype=pieces[0].dtype)
+    low, high = flat.layout.shard_bounds(flat.shard_rank)
+    own = whole[low:high]
+    for original, piece in zip(originals, pieces, strict=True):
+        start = original.piece.shard_offset
+        own[start : start + original.piece.numel] = piece
+    if not flat.is_whole:
+        flat.transport.all_gather_(whole, f"<optimizer state of {flat.fqn}>")
+    return whole
