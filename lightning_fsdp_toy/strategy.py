@@ -6,10 +6,9 @@ Members stand in the order in which Lightning's own strategies have them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,9 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
@@ -39,6 +36,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.model_summary import count_whole_parameters
 from lightning_fsdp_toy.precision import to_toy_precision
 from lightning_fsdp_toy.sharding import (
@@ -51,19 +49,13 @@ from lightning_fsdp_toy.sharding import (
 )
 from lightning_fsdp_toy.sharding.optim import check_optimizer
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
-from lightning_fsdp_toy.sharding.state_dict import (
-    full_model_state,
-    full_optimizer_state,
-    load_model_state,
-    load_optimizer_state,
-)
 
 __all__ = ["ToyFSDPStrategy"]
 
 logger = logging.getLogger(__name__)
 
 
-class ToyFSDPStrategy(ParallelStrategy):
+class ToyFSDPStrategy(ShardedCheckpointing):
     """Fully sharded data parallel, written to be read, on CPU (gloo) and CUDA (NCCL).
 
     Arguments that Lightning's ``FSDPStrategy`` has too mean the same here.
@@ -121,12 +113,6 @@ class ToyFSDPStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
 
     # -- what this strategy adds ----------------------------------------------------------------
-
-    @property
-    def root(self) -> RootState:
-        """State of the sharded model; exists from ``setup`` on."""
-        assert self.lightning_module is not None, "no model is connected"
-        return get_root(self.lightning_module)
 
     @property
     def ledger(self) -> Ledger:
@@ -376,42 +362,6 @@ class ToyFSDPStrategy(ParallelStrategy):
                     description=f"Fully sharded data parallel by hand, ranks by {start_method}",
                     start_method=start_method,
                 )
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on rank 0 and nothing elsewhere."""
-        assert self.lightning_module is not None
-        return full_model_state(self.root, self.lightning_module.state_dict)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load = self.lightning_module.load_state_dict
-        load_model_state(self.root, checkpoint["state_dict"], strict, load)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole optimizer state on rank 0 and nothing elsewhere."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return full_optimizer_state(self.root, optimizer)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint holds {len(states)} optimizers, the module configures "
-                f"{len(self.optimizers)}. Resume with the optimizers that were saved."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_optimizer_state(self.root, optimizer, state)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

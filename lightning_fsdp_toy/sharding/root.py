@@ -112,6 +112,7 @@ class RootState:
         self._unit_of = {sub: self.units[index] for sub, index in unit_index.items()}
         self._buffers: list[Tensor] = list(module.buffers())
         broadcast_buffers(self._buffers, self.transport)
+        self._buffers_drift = False
         self.forward_methods: list[tuple[nn.Module, str]] = []
         module.__dict__["_fsdp_root"] = self
 
@@ -127,11 +128,21 @@ class RootState:
         self._depth += 1
         if self._depth == 1 and torch._C._current_graph_task_id() == -1:
             self.settle()
-            if self.module.training and torch.is_grad_enabled():
-                broadcast_buffers(self._buffers, self.transport)
+            is_training = self.module.training and torch.is_grad_enabled()
+            self.sync_buffers(may_have_changed=is_training)
             self.current_pass = None
             self._hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             self._hooks.__enter__()
+
+    def sync_buffers(self, may_have_changed: bool = False) -> None:
+        """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
+
+        Happens at every training forward, as under DDP, and also before the first evaluation after
+        one and before saving, so that all ranks evaluate (and save) the same model.
+        """
+        if may_have_changed or self._buffers_drift:
+            broadcast_buffers(self._buffers, self.transport)
+        self._buffers_drift = may_have_changed
 
     def exit_forward(self) -> None:
         """A forward call of some unit has ended, in whatever way."""

@@ -49,6 +49,7 @@ def full_model_state(
             None. Gives state-dict hooks and overrides their say.
     """
     root.settle()
+    root.sync_buffers()
     copies: dict[OriginalParameter, Tensor] = {}
     for unit in root.units:
         unit.unshard()

@@ -189,7 +189,9 @@ class Unit:
             for home, _ in original.homes:
                 inner.setdefault(home, []).append(original)
             collect = partial(self.collect, original)
+            original.unsharded.requires_grad_(True)  # a frozen one may be unfrozen later
             add(original.unsharded.register_post_accumulate_grad_hook(collect))
+            original.sync_requires_grad()
         inner.pop(module, None)
         for home, originals in inner.items():
             hook = partial(self._pre_inner, originals)

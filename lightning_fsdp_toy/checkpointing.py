@@ -1,0 +1,158 @@
+"""Saving and loading under ``ToyFSDPStrategy``: whole files and directories of shards.
+
+Note: two forms
+    ``state_dict_type`` decides what is saved: ``"full"`` is one file with the keys, shapes and
+    dtypes that DDP writes, ``"sharded"`` a directory with one file per rank and ``meta.pt`` for all
+    that is not sharded. Loading looks at what it is given, so either form can be read whichever the
+    strategy saves, at any world size.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp_toy.sharding import RootState, get_root
+from lightning_fsdp_toy.sharding.sharded_checkpoint import (
+    load_sharded_model,
+    load_sharded_optimizer,
+    save_sharded,
+    sharded_model_state,
+    sharded_optimizer_state,
+)
+from lightning_fsdp_toy.sharding.state_dict import (
+    full_model_state,
+    full_optimizer_state,
+    load_model_state,
+    load_optimizer_state,
+)
+
+__all__ = ["ShardedCheckpointing"]
+
+
+class ShardedCheckpointing(ParallelStrategy):
+    """The members of a strategy that save and load."""
+
+    state_dict_type: str
+    _sharded_path: Path | None = None  # directory that the current run was loaded from
+
+    @property
+    def root(self) -> RootState:
+        """State of the sharded model; exists from ``setup`` on."""
+        assert self.lightning_module is not None, "no model is connected"
+        return get_root(self.lightning_module)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights on rank 0 and nothing elsewhere; or this rank's shards."""
+        assert self.lightning_module is not None
+        if self.state_dict_type == "sharded":
+            return sharded_model_state(self.root)
+        return full_model_state(self.root, self.lightning_module.state_dict)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._sharded_path is not None:
+            load_sharded_model(self.root, self._sharded_path, strict)
+        else:
+            load = self.lightning_module.load_state_dict
+            load_model_state(self.root, checkpoint["state_dict"], strict, load)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole optimizer state on rank 0 and nothing elsewhere; or this rank's shards."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self.state_dict_type == "sharded":
+            return sharded_optimizer_state(self.root, optimizer)
+        return full_optimizer_state(self.root, optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint holds {len(states)} optimizers, the module configures "
+                f"{len(self.optimizers)}. Resume with the optimizers that were saved."
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if self._sharded_path is not None:
+                load_sharded_optimizer(self.root, optimizer, self._sharded_path, index, state)
+            else:
+                load_optimizer_state(self.root, optimizer, state)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        partial = path.with_name(f"{path.name}.partial")
+        error = self.broadcast(_in_the_way(path, partial) if self.is_global_zero else None)
+        if error:
+            raise IsADirectoryError(error)
+        if self.state_dict_type == "full":
+            if self.is_global_zero:
+                _remove(path, unless_file=True)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        # Written beside its place and then moved: an older checkpoint is lost only for a whole one.
+        states = checkpoint.pop("optimizer_states", [])
+        small = save_sharded(self.root, partial, checkpoint.pop("state_dict"), states)
+        if states:
+            checkpoint["optimizer_states"] = small
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, partial / _METADATA_FILENAME)
+            _remove(path)
+            partial.rename(path)
+        self.barrier()
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file, or what is not sharded of a directory; of either, whichever was saved."""
+        path = Path(self.broadcast(checkpoint_path))
+        self._sharded_path = path if _is_sharded_checkpoint(path) else None
+        if self._sharded_path is not None:
+            path = path / _METADATA_FILENAME
+        elif path.is_dir():
+            raise ValueError(
+                f"{path} is a directory but no sharded checkpoint ({_METADATA_FILENAME} is "
+                f"missing: it was not saved to the end, or it is something else)."
+            )
+        return super().load_checkpoint(path, weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero and _is_sharded_checkpoint(Path(filepath)):
+            shutil.rmtree(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+
+def _in_the_way(path: Path, partial: Path) -> str | None:
+    """Remove what an interrupted save left; return a message if something else is in the way."""
+    if path.is_dir() and not _is_sharded_checkpoint(path) and any(path.iterdir()):
+        return f"The checkpoint path is a directory with other files: {path}"
+    _remove(partial)
+    return None
+
+
+def _remove(path: Path, unless_file: bool = False) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif not unless_file:
+        path.unlink(missing_ok=True)
+
+
+def _is_sharded_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (path / _METADATA_FILENAME).is_file()

@@ -1,0 +1,1 @@
+"""Tests of the package; one theme a file, many-rank tests through `tests.ranks`."""
