@@ -37,7 +37,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
-from lightning_fsdp_toy.model_summary import count_whole_parameters
 from lightning_fsdp_toy.precision import to_toy_precision
 from lightning_fsdp_toy.sharding import (
     SHARDING_STRATEGIES,
@@ -47,8 +46,10 @@ from lightning_fsdp_toy.sharding import (
     get_root,
     register_forward_method,
 )
+from lightning_fsdp_toy.sharding.hints import explain_sharded_use
 from lightning_fsdp_toy.sharding.optim import check_optimizer
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
+from lightning_fsdp_toy.trainer_adapter import adapt_trainer
 
 __all__ = ["ToyFSDPStrategy"]
 
@@ -148,11 +149,6 @@ class ToyFSDPStrategy(ShardedCheckpointing):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the process group, None before it is chosen."""
-        return self._process_group_backend
-
-    @property
     @override
     def precision_plugin(self) -> Precision:
         return self._precision_plugin if self._precision_plugin is not None else Precision()
@@ -219,8 +215,7 @@ class ToyFSDPStrategy(ShardedCheckpointing):
         if is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
-        _evaluate_without_inference_mode(trainer)
-        count_whole_parameters(trainer, self.root)
+        adapt_trainer(trainer, self.root)
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -295,6 +290,9 @@ class ToyFSDPStrategy(ShardedCheckpointing):
         unit.pre_forward()
         try:
             yield
+        except Exception as error:
+            explain_sharded_use(self.root, error)
+            raise
         finally:
             unit.post_forward(unit.module, (), None)
 
@@ -367,19 +365,3 @@ class ToyFSDPStrategy(ShardedCheckpointing):
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}`: expected one of {', '.join(choices)}, got {value!r}.")
-
-
-def _evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
-    """Make every evaluation use `no_grad`.
-
-    Lightning's `inference_mode` would leave tensors that a later training step cannot use; it
-    spares its own FSDP strategy and gloo from it, but not strategies it does not know.
-    """
-    loops = (
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    )
-    for loop in loops:
-        loop.inference_mode = False

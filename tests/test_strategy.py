@@ -286,3 +286,67 @@ def test_arguments_are_checked_where_they_are_given(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(_unknown_group, 1, tmp_path)
+
+
+class Coding(nn.Module):
+    """Methods other than forward; `direct` reads a weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.out = nn.Linear(7, 3)
+
+    def encode(self, x):
+        return self.inp(x)
+
+    def decode(self, x):
+        return self.out(x)
+
+    def direct(self, x):
+        return nn.functional.linear(x, self.out.weight)
+
+
+class LitCoding(LitStack):
+    def __init__(self, method):
+        super().__init__(Coding())
+        self.method = method
+
+    def training_step(self, batch, _):
+        decode = getattr(self.net, self.method)
+        loss = nn.functional.mse_loss(decode(self.net.encode(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, _):
+        generated = self.net.decode(self.net.encode(batch[0])).argmax(-1)
+        weight = self.net.out.weight if self.method == "decode" else torch.ones(())
+        self.log("val/loss", generated.float().mean() + weight.sum(), sync_dist=True)
+
+
+def _fit_coding(strategy, method, directory, register):
+    torch.manual_seed(0)
+    module, data = LitCoding(method), regression_data()
+    trainer = make_trainer(strategy, directory, num_sanity_val_steps=0)
+    if register:
+        trainer.validate(module, data, verbose=False)  # shards the model
+        strategy.register_forward_method(module.net, method)
+    trainer.fit(module, data, data)
+    return module.losses, trainer.callback_metrics["val/loss"].item()
+
+
+def test_methods_other_than_forward(tmp_path):  # C39
+    expected = run_ranks(_fit_coding, 2, "ddp", "decode", tmp_path, False)
+    assert run_ranks(_fit_coding, 2, "toy_fsdp", "decode", tmp_path, False) == expected
+
+
+def test_an_unregistered_method_is_named_with_the_remedy(tmp_path):  # C39
+    strategy = ToyFSDPStrategy(auto_wrap_policy=["Coding"])
+    message = (
+        r"`Coding.direct` uses weights of unit `net`.*register_forward_method\(module, 'direct'"
+    )
+    with pytest.raises(Exception, match=message):
+        run_ranks(_fit_coding, 2, strategy, "direct", tmp_path, False)
+    expected = run_ranks(
+        _fit_coding, 2, "ddp_find_unused_parameters_true", "direct", tmp_path, False
+    )
+    assert run_ranks(_fit_coding, 2, strategy, "direct", tmp_path, True) == expected

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 
 def _compare_gradients(make_model, loss_fn, is_exact=True, **options):
-    """Two steps: gradients of `loss_fn(model, rank)`, averaged over ranks, against one whole copy."""
+    """Compare the mean over ranks of the gradients of `loss_fn(model, rank)` with a whole copy."""
     torch.manual_seed(0)
     reference = make_model()
     model = copy.deepcopy(reference)
@@ -42,7 +42,6 @@ def _compare_gradients(make_model, loss_fn, is_exact=True, **options):
             elif grad is not None:
                 torch.testing.assert_close(actual[name], grad, rtol=1e-6, atol=1e-6)
         _assert_at_rest(model)
-
 
 
 def _assert_at_rest(model):
@@ -201,7 +200,7 @@ class ReentrantCheckpointed(Checkpointed):
 
 @pytest.mark.parametrize("model", [Plain, Looping, Checkpointed, ReentrantCheckpointed])
 def test_two_forwards_before_one_backward(model):  # C40
-    # A re-entrant checkpoint runs a backward of its own inside: partial sums are reduced, and added.
+    # A re-entrant checkpoint runs a backward of its own inside: partial sums are reduced.
     is_exact = model is not ReentrantCheckpointed
     run_ranks(_compare_gradients, 2, model, _two_forwards_one_backward, is_exact)
 

@@ -207,6 +207,10 @@ class RootState:
         """Return the unit a module of the model belongs to."""
         return self._unit_of[module]
 
+    def has_module(self, module: nn.Module) -> bool:
+        """Whether ``module`` is part of the model."""
+        return module in self._unit_of
+
     @contextmanager
     def unsharded(self, module: nn.Module, writeback: bool) -> Iterator[None]:
         """See ``fully_shard.unsharded``."""

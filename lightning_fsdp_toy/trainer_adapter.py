@@ -1,4 +1,4 @@
-"""Model summaries that count whole parameters although every rank holds shards."""
+"""What a Trainer must be told about a strategy that Lightning does not know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fsdp_toy.sharding.state_dict import full_shapes
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding import RootState
 
-__all__ = ["count_whole_parameters"]
+__all__ = ["adapt_trainer"]
 
 
 @dataclass
@@ -31,8 +31,16 @@ class _Counted:
         return self.data
 
 
-def count_whole_parameters(trainer: Trainer, root: RootState) -> None:
-    """Make the trainer's ``ModelSummary`` callbacks (plain and rich) count whole parameters."""
+def adapt_trainer(trainer: Trainer, root: RootState) -> None:
+    """Make evaluation and model summaries right for a sharded module.
+
+    Every evaluation uses ``no_grad``: Lightning's ``inference_mode`` would leave tensors that a
+    later training step cannot use; Lightning spares its own FSDP strategy and gloo from it, but not
+    strategies it does not know. ``ModelSummary`` callbacks (plain and rich) count whole parameters.
+    """
+    fit_loop = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
