@@ -1,0 +1,319 @@
+"""From a composed config to a finished job: checks it, starts its ranks, runs its task.
+
+Note: who starts the ranks.
+`python train.py` starts them itself, also for `devices=1`: each job of a sweep gets fresh
+processes, which receive this process's resolved config and compose nothing. Under torchrun or
+SLURM the ranks exist; then rank 0 alone composes, and hands the job to the others through the
+rendezvous store: time stamps are equal and one run dir is made.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, InstantiationException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_fsdp_toy.handover import given_ranks, hand_over, layout, receive
+from lightning_fsdp_toy.logs import log_files, log_to_files, set_up_logging
+from lightning_fsdp_toy.messages import describe_config_error, one_line
+from lightning_fsdp_toy.processes import RankError, redirect_output, run_ranks
+from lightning_fsdp_toy.tasks import Build, Job
+from lightning_fsdp_toy.tasks.checks import (
+    absolute_paths,
+    check_devices,
+    check_job,
+    choose_accelerator,
+)
+
+__all__ = ["CheckBeforeRun", "cli", "launch"]
+
+logger = logging.getLogger(__name__)
+
+_WANTS_TRACES = os.environ.get("HYDRA_FULL_ERROR") == "1"
+_BAD_INPUT = 2  # exit code
+
+
+class JobError(RuntimeError):
+    """A job failed; the message is the line for the user.
+
+    Args:
+        message: What happened and what to do.
+        exit_code: What the program should end with.
+        trace: Traceback of the rank that failed, if it is of use to the reader.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, trace: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class _Start:
+    """All that a rank needs to run a job."""
+
+    job: Job
+    work_dir: str
+    logging: dict[str, Any] | None  # Hydra's `job_logging`, for rank 0
+
+
+def launch(cfg: DictConfig) -> float | None:
+    """Run one job on its ranks and return its metric, which is equal on all of them.
+
+    Raises:
+        JobError: The config was refused, or a rank failed; all ranks have ended.
+        SystemExit: 128 + the signal's number, if this process was told to stop.
+    """
+    job = make_job(cfg)
+    start = _Start(job, os.getcwd(), _job_logging())
+    log_dir = os.path.join(job.run_dir, "ranks")
+    given = given_ranks()
+    if given is not None:
+        hand_over(given, (start, log_dir))
+        try:
+            return run_job(start)
+        except ValueError as error:
+            raise JobError(one_line(error)) from error
+    options = job.config["launch"]
+    try:
+        results = run_ranks(
+            run_job,
+            start,
+            num_ranks=job.config["devices"],
+            log_dir=log_dir,
+            num_threads=options["num_threads"],
+            max_restarts=options["max_restarts"],
+            shutdown_timeout_s=options["shutdown_timeout"],
+        )
+    except RankError as error:
+        log = (
+            os.path.join(log_dir, f"rank_{error.rank}.log")
+            if error.rank
+            else (log_files() or [job.run_dir])[0]
+        )
+        trace = error.trace if _WANTS_TRACES or not error.is_expected else ""
+        log_to_files(error.trace or error.message)
+        message = f"{error.message} (rank {error.rank}, log: {log})"
+        raise JobError(message, error.exit_code, trace) from None
+    metric: float | None = results[0]
+    return metric
+
+
+def make_job(cfg: DictConfig, run_dir: str | None = None) -> Job:
+    """Resolve and check a composed config.
+
+    Raises:
+        JobError: A line that names the key and the remedy.
+    """
+    given = given_ranks()
+    try:
+        cfg = cfg.copy()
+        with open_dict(cfg):
+            if run_dir is not None:
+                cfg.run_dir = run_dir
+            if given is not None:
+                cfg.devices, cfg.num_nodes = layout(given)
+            check_devices({"devices": cfg.devices, "num_nodes": cfg.num_nodes})
+            if cfg.num_nodes > 1 and given is None:
+                raise ValueError(
+                    f"`num_nodes={cfg.num_nodes}`: start one process per rank on every machine "
+                    "with torchrun or SLURM, such as `torchrun --nnodes=2 --nproc-per-node=8 "
+                    "train.py`; alone, `train.py` starts ranks on its own machine only"
+                )
+            cfg.accelerator = choose_accelerator(str(cfg.accelerator), cfg.devices)
+            cfg.world_size = cfg.devices * cfg.num_nodes
+        config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        is_hydra = HydraConfig.initialized()
+        absolute_paths(config, HydraConfig.get().runtime.cwd if is_hydra else os.getcwd())
+        choices = dict(HydraConfig.get().runtime.choices) if is_hydra else {}
+        for group in ("task", "strategy"):
+            node = config[group]
+            name = node if isinstance(node, str) else node["_target_"].rpartition(".")[2]
+            choices.setdefault(group, name)
+        job = Job(config, choices, config["run_dir"])
+        check_job(job, make_build(config))
+    except (ValueError, OmegaConfBaseException) as error:
+        text = describe_config_error(error, ()) if isinstance(error, OmegaConfBaseException) else ""
+        raise JobError(text or one_line(error), _BAD_INPUT) from error
+    return job
+
+
+def make_build(config: dict[str, Any]) -> Build:
+    """Return the function that makes the object that `config` describes under a dotted key."""
+
+    def build(key: str, **extra: Any) -> Any:
+        node: Any = config
+        for name in key.split("."):
+            node = node[name]
+        try:
+            if not extra:
+                return hydra.utils.instantiate(node, _convert_="all")
+            # Not as arguments of `instantiate`: it would copy the model.
+            return hydra.utils.instantiate(node, _convert_="all", _partial_=True)(**extra)
+        except InstantiationException as error:
+            cause = error.__cause__ or error
+        except (TypeError, ValueError) as error:
+            cause = error
+        if not isinstance(
+            cause, TypeError | ValueError | MisconfigurationException | InstantiationException
+        ):
+            raise cause
+        text = one_line(str(cause).split("\nfull_key")[0])
+        raise ValueError(text if f"`{key}." in text else f"`{key}`: {text}") from cause
+
+    return build
+
+
+def run_job(start: _Start) -> float | None:
+    """Run a job's task on this rank."""
+    job = start.job
+    given = given_ranks()  # the elastic launcher's ranks count as given, too
+    set_up_logging(given.global_rank() if given is not None else 0, start.logging)
+    os.chdir(start.work_dir)
+    last = os.path.join(job.run_dir, "checkpoints", "last.ckpt")
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and os.path.exists(last):
+        job.config["ckpt_path"] = last
+        logger.warning("started again after a failure: resuming from %s", last)
+    task = hydra.utils.get_method(job.config["task"]["_target_"])
+    metric: float | None = task(job, make_build(job.config))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return metric
+
+
+def _follow(given: ClusterEnvironment) -> int:
+    """Run what rank 0 hands over; return the exit code."""
+    start, log_dir = receive(given)
+    if start is None:
+        return _BAD_INPUT  # rank 0 has said why
+    terminal = os.fdopen(os.dup(2), "w")
+    redirect_output(log_dir, given.global_rank())
+    try:
+        run_job(start)
+    except (ValueError, RuntimeError) as error:
+        traceback.print_exc()
+        log = os.path.join(log_dir, f"rank_{given.global_rank()}.log")
+        message = f"{one_line(error)} (rank {given.global_rank()}, log: {log})"
+        print(f"error: {message}", file=terminal, flush=True)
+        return 1
+    return 0
+
+
+class CheckBeforeRun(Callback):
+    """Hydra callback: refuses a config that cannot run before the run dir exists."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check the config of a single run; each job of a sweep is checked when it starts."""
+        hydra_config = HydraConfig.instance()
+        before = hydra_config.cfg
+        hydra_config.set_config(config)
+        try:
+            cfg = config.copy()
+            with open_dict(cfg):
+                del cfg["hydra"]
+            make_job(cfg, run_dir="")
+        except JobError as error:
+            # Not an `Exception`: Hydra would turn that into a warning.
+            raise SystemExit(_report(error)) from None
+        finally:
+            hydra_config.cfg = before
+
+
+def run(cfg: DictConfig) -> float | None:
+    """What `train.py` runs as Hydra's task function: `launch`, with errors said in a line."""
+    try:
+        return launch(cfg)
+    except JobError as error:
+        exit_code = _report(error)
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN:
+            raise SystemExit(exit_code) from None
+        raise  # the sweep decides whether other jobs run
+
+
+def cli(main: Callable[[], Any], config_dir: Path) -> None:
+    """Run Hydra's `main`; whatever is wrong with the config is said in one line.
+
+    Args:
+        main: Function decorated with `hydra.main`.
+        config_dir: Where its config is, to suggest keys.
+    """
+    given = given_ranks()
+    if given is not None and given.global_rank() != 0:
+        sys.exit(_follow(given))
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing
+    exit_code = 0
+    try:
+        if given is not None and {"-m", "--multirun"} & set(sys.argv[1:]):
+            raise HydraException("a sweep starts its own ranks: run it without torchrun and SLURM")
+        main()
+    except KeyboardInterrupt:
+        exit_code = 130  # 128 + SIGINT
+    except SystemExit as stop:
+        exit_code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except JobError as error:
+        exit_code = error.exit_code  # said when it happened
+    except (HydraException, OmegaConfBaseException) as error:
+        message = describe_config_error(error, _known_keys(config_dir))
+        trace = traceback.format_exc() if _WANTS_TRACES else ""
+        exit_code = _report(JobError(message, _BAD_INPUT, trace))
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
+    if exit_code == _BAD_INPUT and given is not None:
+        hand_over(given, (None, ""))
+    sys.exit(exit_code)
+
+
+def _report(error: JobError) -> int:
+    """Say what went wrong on the terminal; return the exit code."""
+    trace = error.trace or (traceback.format_exc() if _WANTS_TRACES else "")
+    if trace:
+        print(trace, file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _known_keys(config_dir: Path) -> list[str]:
+    """All dotted keys of the config with the groups that the command line chooses."""
+    chosen = [
+        override
+        for override in sys.argv[1:]
+        for group, _, option in [override.partition("=")]
+        if (config_dir / group / f"{option}.yaml").is_file()
+    ]
+    with hydra.initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+        cfg = hydra.compose("train", overrides=chosen)
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        if not isinstance(node, dict):
+            return [prefix]
+        found = [prefix] if prefix else []
+        for name, value in node.items():
+            found += walk(value, f"{prefix}.{name}" if prefix else str(name))
+        return found
+
+    return walk(OmegaConf.to_container(cfg, resolve=False), "")
+
+
+def _job_logging() -> dict[str, Any] | None:
+    """Hydra's logging set-up of this job."""
+    if not HydraConfig.initialized():
+        return None
+    config: Any = OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True)
+    return config if config and config.get("root") is not None else None

@@ -1,0 +1,62 @@
+"""One line for the user out of the many that a failed composition of the config gives."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+__all__ = ["describe_config_error", "describe_unknown_key", "one_line"]
+
+
+def one_line(text: object) -> str:
+    """Join the lines of `text`; line breaks and runs of blanks become one blank."""
+    return " ".join(str(text).split())
+
+
+def describe_config_error(error: Exception, keys: Iterable[str]) -> str:
+    """Say in one line which key of the command line or the config is wrong, and what to do.
+
+    Args:
+        error: What Hydra or OmegaConf raised.
+        keys: All dotted keys of the config, to suggest the nearest.
+    """
+    missing = getattr(error, "missing_cfg_file", None)
+    options = getattr(error, "options", None)
+    if missing and options:
+        group, _, option = missing.rpartition("/")
+        return f"`{group}={option}`: no such option; `{group}` can be {', '.join(options)}"
+    unknown = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
+    if unknown:
+        return describe_unknown_key(unknown[1], keys)
+    override = getattr(error, "override", None)
+    text = one_line(str(error).split("\nSee http")[0].split("\nConfig search path")[0])
+    full_key = re.search(r"full_key: (\S+)", text)
+    if full_key:
+        return f"`{full_key[1]}`: {text.split(' full_key:')[0]}"
+    return f"`{override}`: {text}" if override and override not in text else text
+
+
+def describe_unknown_key(key: str, keys: Iterable[str]) -> str:
+    """Say that `key` does not exist, and which one was probably meant.
+
+    >>> describe_unknown_key("trainer.max_step", ["trainer.max_steps", "devices"])
+    'unknown key `trainer.max_step`: did you mean `trainer.max_steps`?'
+    """
+    keys = [known for known in keys if not key.startswith(f"{known}.")]
+    if key in keys:
+        return f"`{key}` is null, and Hydra deletes no key that is null: set it instead"
+    parent, _, leaf = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
+    near = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    near = near or [k for k in keys if k.rpartition(".")[2] == leaf]  # right name, wrong place
+    if near:
+        best = max(near, key=lambda known: difflib.SequenceMatcher(None, known, key).ratio())
+        return f"unknown key `{key}`: did you mean `{best}`?"
+    parent = key
+    while parent:
+        parent = parent.rpartition(".")[0]
+        prefix = f"{parent}." if parent else ""
+        names = {known[len(prefix) :].split(".")[0] for known in keys if known.startswith(prefix)}
+        if names:
+            where = f"`{parent}`" if parent else "the config"
+            return f"unknown key `{key}`: {where} has {', '.join(sorted(names - {'_target_'}))}"
+    return f"unknown key `{key}`"

@@ -1,0 +1,198 @@
+"""`train.py` as users start it: sweeps, torchrun, bad input, stops. Seconds each."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+REPO = Path(__file__).parents[1]
+TINY = (
+    "accelerator=cpu",
+    "data.batch_size=2",
+    "data.seq_len=16",
+    "model.d_model=16",
+    "model.num_layers=2",
+    "trainer.limit_val_batches=1",
+    "trainer.val_check_interval=1000",
+)  # small enough that starting takes longer than training
+
+
+def start(cwd: Path, *args: str, program: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HYDRA_", "SLURM_"))}
+    env["PYTHONPATH"] = str(REPO)  # for the callbacks below
+    return subprocess.Popen(
+        [*(program or (sys.executable,)), str(REPO / "train.py"), *args],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # the ranks stay in its session: leftovers can be found
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout: float = 100) -> tuple[int, str, str]:
+    """Wait for the end; nothing of the process's session may be left then."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+        deadline = time.monotonic() + 10
+        while session(process.pid):
+            assert time.monotonic() < deadline, f"left behind: {session(process.pid)}"
+            time.sleep(0.1)
+    finally:
+        for pid in session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def session(leader: int) -> list[int]:
+    """Processes of the session that `leader` leads or led."""
+    members = []
+    for pid in psutil.pids():
+        try:
+            is_member = os.getsid(pid) == leader
+            if is_member and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                members.append(pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def error_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+def test_sweep_of_all_strategies_and_two_sizes(tmp_path: Path) -> None:  # C56
+    sizes = [1, 2]
+    names = ["toy_fsdp", "ddp", "fsdp", "fsdp2"]
+    code, _, err = finish(
+        start(
+            tmp_path,
+            *("-m", *TINY, "trainer.max_steps=5", "hydra.sweep.dir=sweep"),
+            *(f"strategy={','.join(names)}", "devices=1,2"),
+        )
+    )
+    assert (code, err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+    jobs = sorted((tmp_path / "sweep").glob("[0-9]*"))
+    assert [path.name for path in jobs] == [str(number) for number in range(8)]
+    assert len(list(tmp_path.rglob(".hydra"))) == 8
+    assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 2 * 8  # of fit, of hyper-parameters
+    losses: dict[int, list[float]] = {1: [], 2: []}
+    for job, (name, size) in zip(jobs, [(n, s) for n in names for s in sizes], strict=True):
+        summary = json.loads((job / "summary.json").read_text())
+        assert (summary["strategy"], summary["world_size"]) == (name, size)
+        assert summary["steps"] == 5
+        losses[size].append(summary["metrics"]["val/loss"])
+        logs = [path.name for path in (job / "ranks").iterdir()]
+        assert logs == [f"rank_{rank}.log" for rank in range(1, size)]
+        assert size == 1 or "[rank 1]" in (job / "ranks" / "rank_1.log").read_text()
+        assert (job / "checkpoints" / "last.ckpt").is_file()
+    for size in sizes:
+        assert losses[size] == pytest.approx([losses[size][0]] * 4, rel=1e-5)
+
+
+class FailOnRank1(Callback):
+    """Rank 1 raises in step 1."""
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            raise LookupError("rank one is out of luck")
+
+
+@pytest.mark.slow
+def test_sweep_goes_on_after_a_rank_raised_and_fails_in_the_end(tmp_path: Path) -> None:  # C58, C64
+    (tmp_path / "text.txt").write_text("a text, relative to where the sweep was started. " * 99)
+    code, _, err = finish(
+        start(
+            tmp_path,
+            *("-m", *TINY, "trainer.max_steps=2", "hydra.job.chdir=true", "data.files=text.txt"),
+            *("hydra.sweep.dir=${now:%Y}/of_${data.seq_len}", "devices=2,1", "strategy=ddp"),
+            "+callbacks.fail._target_=tests.test_cli.FailOnRank1",
+        )
+    )
+    assert code == 1
+    [line] = error_lines(err)
+    assert line.startswith("error: LookupError: rank one is out of luck (rank 1, log: ")
+    assert 'raise LookupError("rank one is out of luck")' in err  # that rank's traceback
+    [sweep] = tmp_path.glob("2*/of_16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [sweep.parent.name, "text.txt"]
+    log = sweep / "0" / "ranks" / "rank_1.log"
+    assert f"log: {log})" in line
+    assert "LookupError" in log.read_text()
+    assert "LookupError" in (sweep / "0" / "train.log").read_text()
+    assert not (sweep / "0" / "summary.json").exists()
+    assert json.loads((sweep / "1" / "summary.json").read_text())["world_size"] == 1
+    assert len(list(tmp_path.rglob(".hydra"))) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_ranks_are_used_and_share_one_run_dir(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    code, out, err = finish(
+        start(
+            tmp_path,
+            *(*TINY, "trainer.max_steps=2", "hydra.run.dir=run/${now:%H-%M-%S-%f}", "devices=7"),
+            program=(*torchrun, "--nproc-per-node=2"),
+        )
+    )
+    assert code == 0, err
+    [run] = (tmp_path / "run").iterdir()
+    assert len(list(tmp_path.rglob(".hydra"))) == 1
+    assert json.loads((run / "summary.json").read_text())["world_size"] == 2
+    assert [path.name for path in (run / "ranks").iterdir()] == ["rank_1.log"]
+    assert out.count("tensorboard --logdir") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("task=verify", "`task=verify`: no such option; `task` can be fit"),
+        ("trainer.max_step=3", "unknown key `trainer.max_step`: did you mean `trainer.max_steps`?"),
+        ("devices=0", "`devices=0`: expected a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_on_the_terminal(tmp_path: Path, args: str, message: str) -> None:
+    code, out, err = finish(start(tmp_path, *args.split()))
+    assert code == 2
+    assert out == ""
+    assert err.strip().splitlines() == error_lines(err)
+    assert message in err and len(error_lines(err)) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ctrl_c", "terminate", "kill_a_rank"])
+def test_stopped_run_leaves_no_process_and_no_success(tmp_path: Path, how: str) -> None:  # C64
+    process = start(tmp_path, *TINY, "trainer.max_steps=99999", "hydra.run.dir=run", "strategy=ddp")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("run/checkpoints/last.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    if how == "ctrl_c":
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    elif how == "terminate":
+        process.send_signal(signal.SIGTERM)
+    else:
+        ranks = [pid for pid in session(process.pid) if is_rank(pid)]
+        os.kill(max(ranks), signal.SIGKILL)
+    code, _, err = finish(process, timeout=30)
+    assert code == {"ctrl_c": 130, "terminate": 143, "kill_a_rank": 1}[how], err
+    if how == "kill_a_rank":
+        assert "SIGKILL" in error_lines(err)[0]
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process of a job is one of its ranks: a child of the fork server."""
+    parent = psutil.Process(pid).parent()
+    return parent is not None and any("forkserver" in part for part in parent.cmdline())

@@ -1,0 +1,264 @@
+"""Whole jobs from composed configs, without the command line."""
+
+import inspect
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.launch import JobError, launch
+from lightning_fsdp_toy.messages import describe_unknown_key
+from lightning_fsdp_toy.monitors import count_tensor_bytes
+from lightning_fsdp_toy.tasks import Build, Job
+
+CONF = str(Path(__file__).parents[1] / "conf")
+TINY = [
+    "data.batch_size=2",
+    "data.seq_len=16",
+    "model.d_model=16",
+    "model.num_layers=2",
+    "trainer.limit_val_batches=1",
+    "trainer.val_check_interval=1000",
+    "accelerator=cpu",
+    "lit_module.schedule=constant",
+]
+
+
+def compose(run_dir: Path, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(CONF, version_base="1.3"):
+        return hydra.compose("train", [*TINY, f"run_dir={run_dir}", *overrides])
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+def read_scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_job_writes_what_the_design_lists(tmp_path: Path) -> None:
+    metric = launch(compose(tmp_path, "trainer.max_steps=3", "trainer.accumulate_grad_batches=2"))
+    summary = read_summary(tmp_path)
+    assert metric == summary["metrics"]["val/loss"] > 0
+    assert {name: summary[name] for name in list(summary)[:5]} == {
+        "task": "fit",
+        "strategy": "ToyFSDPStrategy",
+        "world_size": 2,
+        "precision": "32-true",
+        "steps": 3,
+    }
+    assert list(summary["metrics"]) == ["train/loss", "val/loss", "val/perplexity"]
+    assert summary["throughput"]["tokens_per_s"] > 0
+    # 2 ranks x 2 micro-batches x 2 windows x 16 tokens in an optimizer step
+    tokens = summary["throughput"]["tokens_per_s"] * summary["throughput"]["step_s"]
+    assert tokens == pytest.approx(128)
+    assert list(summary["memory"]["measured"]) == [
+        *("shards_bytes", "gradients_bytes", "optimizer_bytes"),
+        *("unsharded_peak_bytes", "peak_bytes", "process_peak_bytes"),
+    ]
+    assert list(summary["communication"]["measured"]) == [
+        *("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes", "total_bytes")
+    ]
+    assert all(summary[group]["planned"] == {} for group in ("memory", "communication"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("checkpoints", "ranks", "summary.json", "tensorboard")
+    ]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert [step for step, _ in read_scalars(tmp_path, "val/loss")] == [0, 3]
+    assert [step for step, _ in read_scalars(tmp_path, "train/loss")] == [0, 1, 2]
+
+
+def test_final_metrics_stand_beside_the_hyper_parameters_once(tmp_path: Path) -> None:  # C71
+    launch(compose(tmp_path, "trainer.max_steps=2", "strategy=ddp"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    summaries = events.summary_metadata
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(summaries)
+    content = summaries["_hparams_/session_start_info"].plugin_data.content
+    assert b"model.d_model" in content and b"trainer.max_steps" in content
+    experiment = summaries["_hparams_/experiment"].plugin_data.content
+    memory = ("memory/tensors_mib", "memory/process_peak_mib")
+    for tag in ("val/loss", "val/perplexity", "throughput/tokens_per_s", *memory):
+        assert tag.encode() in experiment
+        values = read_scalars(tmp_path, tag)
+        assert len({step for step, _ in values}) == len(values)
+    final = read_summary(tmp_path)["metrics"]["val/loss"]
+    assert read_scalars(tmp_path, "val/loss")[-1][1] == pytest.approx(final)
+
+
+def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
+    launch(compose(whole, "trainer.max_steps=6", "strategy=ddp"))
+    launch(compose(first, "trainer.max_steps=3", "strategy=ddp"))
+    last = first / "checkpoints" / "last.ckpt"
+    launch(compose(second, "trainer.max_steps=6", "strategy=ddp", f"ckpt_path={last}"))
+    resumed = read_scalars(second, "train/loss")
+    assert resumed == read_scalars(whole, "train/loss")[3:]
+    weights = [
+        torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)["state_dict"]
+        for run in (whole, second)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class StopOnce(Callback):
+    """Ends rank 1 hard in step 3 of the first attempt."""
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_first and trainer.global_step == 3 and trainer.global_rank == 1:
+            os._exit(9)
+
+
+def test_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    overrides = (
+        "trainer.max_steps=5",
+        "strategy=ddp",
+        "callbacks.checkpoint.every_n_train_steps=2",
+    )
+    loss = launch(compose(whole, *overrides))
+    callback = "+callbacks.stop._target_=tests.test_launch_jobs.StopOnce"
+    assert launch(compose(broken, *overrides, callback, "launch.max_restarts=1")) == loss
+
+
+def report_draw(job: Job, build: Build) -> float:
+    """A task that says what its rank got."""
+    rank = os.environ["RANK"]
+    seen = {key: job.config[key] for key in ("model", "run_dir")} | {"pid": os.getpid()}
+    Path(job.run_dir, f"seen_{rank}.json").write_text(json.dumps(seen))
+    return float(job.config["model"]["d_model"])
+
+
+def test_sampled_values_are_equal_on_all_ranks_of_a_trial(tmp_path: Path) -> None:  # C59
+    sampler = random.Random(0)
+    values = []
+    for trial in range(3):
+        width = 4 * sampler.randrange(2, 64)
+        cfg = compose(
+            tmp_path / str(trial),
+            f"model.d_model={width}",
+            "task._target_=tests.test_launch_jobs.report_draw",
+        )
+        values.append(launch(cfg))
+        seen = [
+            json.loads((tmp_path / str(trial) / f"seen_{rank}.json").read_text())
+            for rank in range(2)
+        ]
+        assert [each["model"]["d_model"] for each in seen] == [width, width]
+        assert values[-1] == width
+    assert len(list(tmp_path.glob("*/seen_*.json"))) == 6  # one job a trial
+
+
+def test_paths_are_relative_to_where_the_program_was_started(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    Path("text.txt").write_text("some words of a text, again and again; " * 200)
+    launch(compose(tmp_path / "run", "data.files=text.txt", "trainer.max_steps=1", "devices=1"))
+    assert read_summary(tmp_path / "run")["world_size"] == 1
+
+
+BAD_INPUT = {
+    "devices=0": "`devices=0`: expected a whole number of at least 1",
+    "devices=two": "`devices=two`: expected a whole number",
+    "devices=2 strategy=single": "`strategy=single` runs in one process, got `devices=2`",
+    "num_nodes=2": "`num_nodes=2`: start one process per rank on every machine",
+    "accelerator=gpu devices=99": "`devices=99` is more than the ",
+    "accelerator=abacus": "`accelerator=abacus` is unknown: choose one of auto, cpu",
+    "precision=8": "`precision=8` is unknown: choose one of 32-true",
+    "seed=-1": "`seed=-1`: expected a whole number",
+    "ckpt_path=missing.ckpt": "missing.ckpt` does not exist: check the path",
+    "trainer.max_steps=-5": "`trainer.max_steps=-5`: expected a whole number",
+    "trainer.gradient_clip_algorithm=x": "`trainer`: `gradient_clip_algorithm`",
+    "launch.num_threads=0": "`launch.num_threads=0`: expected a whole number of at least 1",
+    "data.batch_size=0": "`data.batch_size` must be at least 1, got 0",
+    "data.batch_size=100000": "lower `data.batch_size`",
+    "data.files=missing.txt": "`data.files`: '",
+    "data.files=empty.txt": "is empty: name a file with text",
+    "data.seq_len=1024": "`data.seq_len=1024` is longer than `model.max_seq_len=256`",
+    "model.nhead=3": "`model`: ",
+    "model.vocab_size=65": "`model.vocab_size=65` is too small for the 256 different tokens",
+    "optimizer.lr=-1": "`optimizer`: ",
+    "+optimizer.momentun=1": "`optimizer`: ",
+    "strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy`: names 'Blok'",
+    "strategy.sharding_strategy=HALF": "`strategy`: `sharding_strategy`",
+    "lit_module.schedule=linear": "`lit_module`: `schedule`",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD_INPUT)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, overrides: str) -> None:
+    os.chdir(tmp_path)
+    Path("empty.txt").touch()
+    cfg = compose(tmp_path / "run", *overrides.split())
+    with pytest.raises(JobError) as caught:
+        launch(cfg)
+    message = str(caught.value)
+    assert BAD_INPUT[overrides] in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_bytes_are_counted_once_for_each_memory() -> None:
+    layer = torch.nn.Linear(3, 5, bias=False)
+    tied = torch.nn.ModuleList([layer, torch.nn.Linear(3, 5, bias=False)])
+    tied[1].weight = layer.weight
+    optimizer = torch.optim.SGD(tied.parameters(), lr=0.1, momentum=0.9)
+    assert count_tensor_bytes(tied, [optimizer]).gradients == 0
+    tied[1](torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    counted = count_tensor_bytes(tied, [optimizer])
+    assert (counted.parameters, counted.gradients, counted.optimizer) == (60, 60, 60)
+    flat = torch.zeros(10)
+    views = torch.nn.ParameterList([flat[:4], flat[4:]])  # parts of one flat parameter
+    assert count_tensor_bytes(views).parameters == 40
+
+
+def signature_keys(function: Any) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"}
+
+
+def test_every_argument_is_a_key_of_the_config(tmp_path: Path) -> None:
+    cfg = compose(tmp_path)
+    elsewhere = {"strategy", "devices", "num_nodes", "accelerator", "precision"}
+    elsewhere |= {"logger", "callbacks"}
+    trainer = signature_keys(inspect.unwrap(L.Trainer.__init__))
+    assert set(cfg.trainer) == trainer - elsewhere
+    assert elsewhere < set(cfg)
+    strategy = signature_keys(ToyFSDPStrategy.__init__)
+    assert set(cfg.strategy) - {"_target_"} == strategy
+    assert {path.stem for path in Path(CONF, "strategy").iterdir()} == {
+        *("toy_fsdp", "toy_fsdp_whole", "fsdp", "fsdp2", "ddp", "single")
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("strategy.time_out", "did you mean `strategy.timeout`?"),
+        ("trainr.max_steps", "did you mean `trainer.max_steps`?"),
+        ("trainer.devices", "did you mean `devices`?"),
+        ("strategy.foo", "`strategy` has auto, timeout"),
+        ("foo", "the config has devices, lit_module, strategy, trainer"),
+        ("strategy.timeout.x", "`strategy.timeout` has minutes"),
+    ],
+)
+def test_unknown_key_names_the_nearest(key: str, message: str) -> None:
+    keys = ["devices", "strategy", "strategy._target_", "strategy.auto", "strategy.timeout"]
+    keys += ["strategy.timeout.minutes", "trainer.max_steps", "lit_module.max_steps"]
+    assert describe_unknown_key(key, keys) == f"unknown key `{key}`: {message}"
