@@ -47,7 +47,7 @@ from lightning_fsdp_toy.sharding import (
     register_forward_method,
 )
 from lightning_fsdp_toy.sharding.hints import explain_sharded_use
-from lightning_fsdp_toy.sharding.optim import check_optimizer
+from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer
 
@@ -259,7 +259,10 @@ class ToyFSDPStrategy(ShardedCheckpointing):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        optimizers: list[Optimizer] = []
+        with whole_shapes_for(self.root, optimizers):
+            super().setup_optimizers(trainer)
+            optimizers += self.optimizers
         for optimizer in self.optimizers:
             check_optimizer(self.root, optimizer, self.allow_optimizers)
 

@@ -1,11 +1,13 @@
 """What sharding does at setup: which units, whose weights, what is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp_toy.sharding import fully_shard, get_root, unsharded
+from lightning_fsdp_toy.sharding import build_optimizer, fully_shard, get_root, unsharded
 from lightning_fsdp_toy.sharding.layout import ALIGNMENT, UnitLayout, boxes_of_range
 from lightning_fsdp_toy.sharding.optim import check_optimizer
 from lightning_fsdp_toy.sharding.policy import select_units
@@ -150,6 +152,42 @@ def test_optimizers_built_before_sharding_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Build optimizers after sharding"):
         check_optimizer(get_root(fully_shard(model)), optimizer)
+
+
+def test_groups_by_ndim_and_initial_state_survive_sharding():
+    def make(module):
+        weights = [p for p in module.parameters() if p.ndim >= 2]
+        others = [p for p in module.parameters() if p.ndim < 2]
+        groups = [{"params": weights, "lr": 0.5}, {"params": others}]
+        return torch.optim.Adagrad(groups, initial_accumulator_value=0.25)
+
+    model = Stack()
+    expected = [[p.numel() for p in group["params"]] for group in make(model).param_groups]
+    fully_shard(model)
+    optimizer = build_optimizer(model, make)
+    check_optimizer(get_root(model), optimizer)
+    groups = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+    assert groups == expected
+    mse_loss(model, (torch.randn(2, 5), torch.randn(2, 3))).backward()
+    optimizer.step()
+    assert all(e["sum"].shape == p.shape for p, e in optimizer.state.items())
+    assert len(optimizer.state) == sum(len(group) for group in groups)
+
+
+@pytest.mark.parametrize("change", ["half", "data"])
+def test_converting_after_sharding_is_refused(change):
+    model = fully_shard(Stack())
+    if change == "half":
+        model.half()
+    else:
+        model.head.weight.data = torch.zeros(21)
+    with pytest.raises(RuntimeError, match=r"`(inp|head)\.\w+` was moved, converted or given"):
+        model(torch.randn(2, 5))
+
+
+def test_copying_a_sharded_module_is_refused():
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(fully_shard(Stack()))
 
 
 def _kinds_of_parameters():

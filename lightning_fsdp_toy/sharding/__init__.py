@@ -8,12 +8,14 @@ from lightning_fsdp_toy.sharding.fully_shard import (
     register_forward_method,
     unsharded,
 )
+from lightning_fsdp_toy.sharding.optim import build_optimizer
 from lightning_fsdp_toy.sharding.root import RootState
 
 __all__ = [
     "SHARDING_STRATEGIES",
     "Ledger",
     "RootState",
+    "build_optimizer",
     "fully_shard",
     "get_root",
     "register_forward_method",

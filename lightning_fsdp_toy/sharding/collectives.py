@@ -135,12 +135,13 @@ class Transport(ABC):
         """Take the memory of ``buffer`` away; reading a view of it now raises."""
         buffer.untyped_storage().resize_(0)
 
-    def all_gather_(self, buffer: Tensor, unit: str) -> None:
-        """Fill ``buffer`` (1D, divisible by the world size) from each rank's own part of it."""
-        if self.world_size == 1:
-            return
+    def all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
+        """Fill ``buffer`` (1D) with every rank's ``own`` (1D, numel / world size), in rank order.
+
+        ``own`` may be this rank's part of ``buffer`` itself.
+        """
         with self._named("all-gather", unit):
-            self._all_gather_(buffer)
+            self._all_gather_(buffer, own)
         self._record("all_gather", unit, buffer)
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
@@ -162,7 +163,7 @@ class Transport(ABC):
         with self._named("all-reduce", unit):
             part = out.chunk(self.world_size)[self.rank]
             self._reduce_scatter(buffer, part, accumulate)
-            self._all_gather_(out)
+            self._all_gather_(out, part)
         self._record("all_reduce", unit, buffer, times=2)
 
     def broadcast_(self, tensor: Tensor, unit: str) -> None:
@@ -185,7 +186,7 @@ class Transport(ABC):
         return [bool(flag) for flag in tensor.tolist()]
 
     @abstractmethod
-    def _all_gather_(self, buffer: Tensor) -> None: ...
+    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None: ...
 
     @abstractmethod
     def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None: ...
@@ -211,8 +212,8 @@ class Transport(ABC):
 class LocalTransport(Transport):
     """One rank: nothing to move."""
 
-    def _all_gather_(self, buffer: Tensor) -> None:
-        pass
+    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
+        _copy_unless_same_(buffer, own)
 
     def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None:
         out.add_(buffer) if accumulate else out.copy_(buffer)
@@ -221,8 +222,10 @@ class LocalTransport(Transport):
 class NativeTransport(Transport):
     """The process group's own collectives (see the note on two transports)."""
 
-    def _all_gather_(self, buffer: Tensor) -> None:
-        _all_gather_single(buffer, buffer.chunk(self.world_size)[self.rank], group=self.group)
+    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
+        part = buffer.chunk(self.world_size)[self.rank]
+        _copy_unless_same_(part, own)
+        _all_gather_single(buffer, part, group=self.group)  # in place
 
     def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None:
         total = torch.empty_like(out) if accumulate else out
@@ -249,12 +252,13 @@ class PairwiseTransport(Transport):
         # Far peers first in a different order on every rank, so that no rank is everyone's first.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _all_gather_(self, buffer: Tensor) -> None:
+    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
         shards = buffer.chunk(self.world_size)
         works = []
         for peer in self._peers:
             works.append(self._receive(shards[peer], peer, _GATHER_TAG))
-            works.append(self._send(shards[self.rank], peer, _GATHER_TAG))
+            works.append(self._send(own, peer, _GATHER_TAG))
+        _copy_unless_same_(shards[self.rank], own)  # while messages travel
         for work in works:
             work.wait()
 
@@ -294,6 +298,11 @@ class PairwiseTransport(Transport):
         work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
         assert work is not None, "this rank is not in the group"
         return work
+
+
+def _copy_unless_same_(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 def _add_in_order(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:

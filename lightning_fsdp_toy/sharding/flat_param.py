@@ -177,17 +177,29 @@ class FlatParameter:
     def unshard(self) -> None:
         """Gather the whole flat parameter and show the modules unsharded parameters."""
         assert self.state is ParamState.SHARDED, f"unshard of unsharded unit `{self.fqn}`"
+        self._check_pieces()
         if not self.is_whole:
             self.transport.allocate_(self.buffer)
             self.memory.add("unsharded_bytes", _num_bytes(self.buffer))
-            low, high = self.layout.shard_bounds(self.shard_rank)
-            self.buffer[low:high].copy_(self.shard)
-            self.transport.all_gather_(self.buffer, self.fqn)
+            self.transport.all_gather_(self.buffer, self.shard, self.fqn)
         for original in self.originals:
             original.sync_requires_grad()
             for module, name in original.homes:
                 module._parameters[name] = original.unsharded
         self.state = ParamState.UNSHARDED
+
+    def _check_pieces(self) -> None:
+        """Refuse to go on with parameters that are no longer parts of the shard."""
+        start, size = self.shard.data_ptr(), self.shard.element_size()
+        for original in self.originals:
+            sharded, piece = original.sharded, original.piece
+            if piece.numel and sharded.data_ptr() != start + piece.shard_offset * size:
+                raise RuntimeError(
+                    f"Parameter `{original.slot.fqn}` was moved, converted or given other data "
+                    f"after sharding (`module.to()`, `.half()`, `param.data = ...`); training "
+                    f"would not reach it. Do it before sharding, or edit weights in place inside "
+                    f"`unsharded(module)`."
+                )
 
     def reshard(self) -> None:
         """Free the unsharded data and show the modules sharded parameters."""

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_fsdp_toy.sharding.flat_param import OriginalParameter
+from lightning_fsdp_toy.sharding.fully_shard import get_root
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.state_dict import cut_state
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "check_optimizer", "clip_grad_norm_", "grad_norm"]
+__all__ = [
+    "ELEMENTWISE_OPTIMIZERS",
+    "build_optimizer",
+    "check_optimizer",
+    "clip_grad_norm_",
+    "grad_norm",
+    "whole_shapes_for",
+]
 
 # Optimizers whose update of an element depends on that element alone (and on scalars).
 ELEMENTWISE_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -26,6 +38,72 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+
+
+def build_optimizer(
+    module: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """Build an optimizer for a sharded module where parameters have their original shapes.
+
+    Parameter groups chosen by ``param.ndim``, size or name come out as they would on the whole
+    module. After sharding, ``module.parameters()`` yields 1D pieces, so such a choice would go
+    wrong without a word.
+
+    Example::
+
+        def make(module):
+            params = list(module.parameters())
+            return torch.optim.AdamW([
+                {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+                {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+            ])
+
+        optimizer = build_optimizer(model, make)
+
+    Args:
+        module: the module given to ``fully_shard``.
+        make: called with ``module``.
+    """
+    optimizers: list[torch.optim.Optimizer] = []
+    with whole_shapes_for(get_root(module), optimizers):
+        optimizers.append(make(module))
+    return optimizers[0]
+
+
+@contextmanager
+def whole_shapes_for(root: RootState, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Show parameters of the original shapes, without data; then give optimizers the shards.
+
+    Args:
+        root: the sharded model, at rest.
+        optimizers: those built inside the block, filled by the caller.
+    """
+    faces: dict[int, OriginalParameter] = {}
+
+    def face(original: OriginalParameter) -> nn.Parameter:
+        sharded, slot = original.sharded, original.slot
+        one = sharded.new_zeros(())  # one element, seen everywhere: a shape without memory
+        param = nn.Parameter(one.expand(slot.shape), sharded.requires_grad)
+        param.__dict__.update(sharded.__dict__)
+        faces[id(param)] = original
+        return param
+
+    with root.show(face):
+        yield
+    for optimizer in optimizers:
+        _give_shards(optimizer, faces)
+
+
+def _give_shards(optimizer: torch.optim.Optimizer, faces: dict[int, OriginalParameter]) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in faces and param in optimizer.state:  # made when it was built
+                entry: dict[str, Any] = optimizer.state.pop(param)
+                original = faces[id(param)]
+                optimizer.state[original.sharded] = cut_state(entry, original)
+        group["params"] = [
+            faces[id(param)].sharded if id(param) in faces else param for param in group["params"]
+        ]
 
 
 def check_optimizer(

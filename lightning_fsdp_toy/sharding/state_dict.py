@@ -159,13 +159,17 @@ def shard_optimizer_state(
                 f"The optimizer state holds parameter {index}, but this optimizer has "
                 f"{len(by_index)} parameters. Resume with the optimizer that was saved."
             )
-        state[index] = {
-            key: cut_piece(value, original).clone()
-            if _is_elementwise(key, value, torch.Size(original.slot.shape))
-            else value
-            for key, value in entry.items()
-        }
+        state[index] = cut_state(entry, original)
     return {**full, "state": state}
+
+
+def cut_state(entry: Mapping[str, Any], original: OriginalParameter) -> dict[str, Any]:
+    """Return one parameter's optimizer state with whole tensors cut to this rank's piece."""
+    shape = torch.Size(original.slot.shape)
+    return {
+        key: cut_piece(value, original).clone() if _is_elementwise(key, value, shape) else value
+        for key, value in entry.items()
+    }
 
 
 def load_optimizer_state(
@@ -216,5 +220,5 @@ def _gather_pieces(unit: Unit, originals: list[OriginalParameter], pieces: list[
         start = original.piece.shard_offset
         own[start : start + original.piece.numel] = piece
     if not flat.is_whole:
-        flat.transport.all_gather_(whole, f"<optimizer state of {flat.fqn}>")
+        flat.transport.all_gather_(whole, own, f"<optimizer state of {flat.fqn}>")
     return whole

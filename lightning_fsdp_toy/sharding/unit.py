@@ -61,6 +61,13 @@ class Unit:
         """Whether any of its parameters requires a gradient."""
         return any(original.sharded.requires_grad for original in self.flat.originals)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled with the module its hooks are on."""
+        raise TypeError(
+            "A sharded module cannot be copied or pickled. Copy it before sharding, or save its "
+            "full state dict."
+        )
+
     # -- forward --------------------------------------------------------------------------------
 
     def pre_forward(self, *_: Any) -> None:
