@@ -13,6 +13,7 @@ from lightning_fsdp_toy.sharding import (
     fully_shard,
     get_root,
     register_forward_method,
+    unsharded,
 )
 from tests.core_helpers import Block, Stack, full_gradients
 from tests.ranks import run_ranks
@@ -386,6 +387,27 @@ def _step_between():
 
 def test_a_step_between_forward_and_backward_is_refused():
     run_ranks(_step_between, 2)
+
+
+def _reading_between(edit):
+    model = fully_shard(Plain())
+    loss = model(_input(0)).sum()
+    with unsharded(model), torch.no_grad():
+        norm = sum(p.norm() for p in model.parameters())
+        if edit:
+            model.inp.weight.mul_(2)
+    assert norm > 0
+    if edit:
+        with pytest.raises(RuntimeError, match="updated between this forward and its backward"):
+            loss.backward()
+    else:
+        loss.backward()
+        _assert_at_rest(model)
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_weights_may_be_read_but_not_edited_between_forward_and_backward(edit):
+    run_ranks(_reading_between, 2, edit)
 
 
 def _in_place_change_of_an_activation():

@@ -212,6 +212,12 @@ class FlatParameter:
             self.memory.add("unsharded_bytes", -_num_bytes(self.buffer))
         self.state = ParamState.SHARDED
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether this rank's part of the unsharded data is no longer what the shard holds."""
+        low, high = self.layout.shard_bounds(self.shard_rank)
+        return not self.is_whole and not torch.equal(self.shard, self.buffer[low:high])
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part of the (edited) unsharded data into the shard."""

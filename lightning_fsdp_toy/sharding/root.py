@@ -224,8 +224,12 @@ class RootState:
         try:
             yield
         finally:
-            for unit in units:
-                if writeback:
+            # Agreed, because an edit that only some ranks noticed would make their versions differ.
+            flags = [writeback and unit.flat.is_edited for unit in units]
+            for unit, is_edited in zip(
+                units, self.transport.any_rank(flags, "<unsharded>"), strict=True
+            ):
+                if is_edited:
                     unit.flat.write_back()
                 unit.num_pins -= 1
                 if unit.num_pins == 0 and unit.num_active == 0:
