@@ -395,7 +395,7 @@ def _reading_between(edit):
     with unsharded(model), torch.no_grad():
         norm = sum(p.norm() for p in model.parameters())
         if edit:
-            model.inp.weight.mul_(2)
+            model.blocks[1].up.weight.mul_(2)
     assert norm > 0
     if edit:
         with pytest.raises(RuntimeError, match="updated between this forward and its backward"):
