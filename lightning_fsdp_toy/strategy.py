@@ -49,6 +49,7 @@ from lightning_fsdp_toy.sharding import (
 from lightning_fsdp_toy.sharding.hints import explain_sharded_use
 from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
+from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer
 
 __all__ = ["ToyFSDPStrategy"]
@@ -124,7 +125,7 @@ class ToyFSDPStrategy(ShardedCheckpointing):
         self, module: nn.Module | None = None, writeback: bool = True
     ) -> AbstractContextManager[None]:
         """Show the whole weights of ``module`` (all if None); see ``sharding.unsharded``."""
-        return self.root.unsharded(module or self.root.module, writeback)
+        return hold_unsharded(self.root, module or self.root.module, writeback)
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let ``module.<name>()`` use weights; see ``sharding.register_forward_method``."""
@@ -231,7 +232,7 @@ class ToyFSDPStrategy(ShardedCheckpointing):
             if self._fits(root):
                 root.settle()
             else:
-                root.restore()
+                restore(root)
         if "_fsdp_root" not in model.__dict__:
             for module in model.modules():
                 if isinstance(module, Metric):  # its state is no buffer
@@ -289,15 +290,12 @@ class ToyFSDPStrategy(ShardedCheckpointing):
     @contextmanager
     def _whole_root(self) -> Iterator[None]:
         """A step of the LightningModule counts as a forward call of the root unit."""
-        unit = self.root.root_unit
-        unit.pre_forward()
-        try:
-            yield
-        except Exception as error:
-            explain_sharded_use(self.root, error)
-            raise
-        finally:
-            unit.post_forward(unit.module, (), None)
+        with self.root.forward_scope(self.root.root_unit):
+            try:
+                yield
+            except Exception as error:
+                explain_sharded_use(self.root, error)
+                raise
 
     @override
     def model_to_device(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.policy import WrapPolicy, select_units
@@ -27,6 +28,11 @@ class Member(NamedTuple):
         param = module._parameters[name]
         assert param is not None, f"parameter `{self.fqn}` vanished during setup"
         return param
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the parameter requires a gradient."""
+        return self.param.requires_grad
 
 
 class UnitPlan(NamedTuple):
@@ -74,10 +80,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
     """
     chosen = select_units(root, policy)
     plans = [UnitPlan("", root, []), *(UnitPlan(fqn, module, []) for fqn, module in chosen)]
-    unit_of: dict[nn.Module, int] = {}
-    for index, plan in enumerate(plans):  # parents come before children, which then win
-        for module in plan.module.modules():
-            unit_of[module] = index
+    unit_of = _enclosing_units(root, {plan.module: index for index, plan in enumerate(plans)})
     members: dict[nn.Parameter, Member] = {}
     owners: dict[nn.Parameter, set[int]] = {}
     for prefix, module in root.named_modules():
@@ -94,8 +97,28 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
     return plans, unit_of
 
 
+def _enclosing_units(root: nn.Module, index_of: dict[nn.Module, int]) -> dict[nn.Module, int]:
+    """Return the unit of every module; one inside several units belongs to the root."""
+    found: dict[nn.Module, set[int]] = {}
+
+    def visit(module: nn.Module, index: int) -> None:
+        index = index_of.get(module, index)
+        if index not in found.setdefault(module, set()):
+            found[module].add(index)
+            for child in module.children():
+                visit(child, index)
+
+    visit(root, 0)
+    return {module: min(units) if len(units) == 1 else 0 for module, units in found.items()}
+
+
 def _check_dtypes(plan: UnitPlan) -> None:
     for member in plan.members:
+        if isinstance(member.param, UninitializedParameter):
+            raise ValueError(
+                f"Parameter `{member.fqn}` of a lazy module has no shape yet. Run one forward "
+                f"before sharding."
+            )
         dtype, first = member.param.dtype, plan.members[0]
         if not dtype.is_floating_point:
             raise ValueError(
@@ -120,11 +143,10 @@ def _materialize(plan: UnitPlan, device: torch.device, is_source: bool) -> None:
         ValueError: a module holds meta tensors but has no ``reset_parameters``.
     """
     homes = {home: None for member in plan.members for home, _ in member.homes}
-    for module in homes:
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        if not any(t is not None and t.is_meta for t in tensors):
-            continue
+    empty = [module for module in homes if _has_meta(module)]
+    for module in empty:
         module.to_empty(device=device, recurse=False)
+    for module in reversed(empty):  # children first: a parent may set values of theirs
         reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
@@ -138,6 +160,11 @@ def _materialize(plan: UnitPlan, device: torch.device, is_source: bool) -> None:
     for member in plan.members:  # a tied parameter must be one again
         for module, name in member.homes[1:]:
             module._parameters[name] = member.param
+
+
+def _has_meta(module: nn.Module) -> bool:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 @torch.no_grad()
@@ -158,8 +185,9 @@ def _place_buffers(root: nn.Module, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
             reset()
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[key] = buffer.to(device)
+            if buffer is not None and (buffer.device != device or 0 in buffer.stride()):
+                # An expanded buffer (stride 0) cannot be written, and rank 0's are broadcast.
+                module._buffers[key] = buffer.to(device).contiguous()
 
 
 @torch.no_grad()
@@ -173,12 +201,14 @@ def broadcast_buffers(buffers: list[Tensor], transport: Transport) -> None:
     if transport.rank > 0:
         received = message.split([part.numel() for part in parts])
         for buffer, data in zip(buffers, received, strict=True):
-            # a clone starts at an aligned address, as the view to a wider dtype demands
-            buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
+            if not torch.equal(data, buffer.detach().reshape(-1).view(torch.uint8)):
+                # Only then: a buffer may be saved for a backward that is still to come. A clone
+                # starts at an aligned address, as the view to a wider dtype demands.
+                buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:
-    """Compare units, names, shapes and dtypes with rank 0's.
+    """Compare units, names, shapes, dtypes and frozenness with rank 0's; buffers too.
 
     Raises:
         ValueError: on every rank, where any rank's model differs; names the first difference.
@@ -186,10 +216,12 @@ def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:
     if transport.world_size == 1:
         return
     mine = [
-        (plan.fqn or "<root>", member.fqn, tuple(member.param.shape), str(member.param.dtype))
+        (plan.fqn or "<root>", m.fqn, tuple(m.param.shape), str(m.param.dtype), m.is_trainable)
         for plan in plans
-        for member in plan.members
+        for m in plan.members
     ]
+    buffers = plans[0].module.named_buffers()
+    mine += [("<buffers>", name, tuple(b.shape), str(b.dtype), False) for name, b in buffers]
     box: list[Any] = [mine]
     dist.broadcast_object_list(box, group=transport.group, group_src=0)
     theirs = box[0]
@@ -201,6 +233,6 @@ def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:
     pairs = zip([*mine, None], [*theirs, None], strict=False)
     own, reference = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
-        f"Rank {transport.rank} built a different model than rank 0: (unit, parameter, shape, "
-        f"dtype) is {own} here and {reference} on rank 0. Every rank must build the same model."
+        f"Rank {transport.rank} built a different model than rank 0: (unit, name, shape, dtype, "
+        f"trainable) is {own} here and {reference} on rank 0. Every rank must build the same model."
     )

@@ -22,6 +22,7 @@ Note: one order of summation
 from __future__ import annotations
 
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_GATHER_TAG, _REDUCE_TAG = 71, 72  # point-to-point messages of the two kinds never mix
+_GATHER, _REDUCE = "gather", "reduce"
 
 
 class CollectiveRecord(NamedTuple):
@@ -141,7 +142,7 @@ class Transport(ABC):
         ``own`` may be this rank's part of ``buffer`` itself.
         """
         with self._named("all-gather", unit):
-            self._all_gather_(buffer, own)
+            self._all_gather_(buffer, own, unit)
         self._record("all_gather", unit, buffer)
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
@@ -155,15 +156,15 @@ class Transport(ABC):
             unit: name for the ledger and for errors.
         """
         with self._named("reduce-scatter", unit):
-            self._reduce_scatter(buffer, out, accumulate)
+            self._reduce_scatter(buffer, out, accumulate, unit)
         self._record("reduce_scatter", unit, buffer)
 
     def all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
         """Add every rank's ``buffer`` into ``out`` (1D, same numel) on all ranks, in rank order."""
         with self._named("all-reduce", unit):
             part = out.chunk(self.world_size)[self.rank]
-            self._reduce_scatter(buffer, part, accumulate)
-            self._all_gather_(out, part)
+            self._reduce_scatter(buffer, part, accumulate, unit)
+            self._all_gather_(out, part, unit)
         self._record("all_reduce", unit, buffer, times=2)
 
     def broadcast_(self, tensor: Tensor, unit: str) -> None:
@@ -185,11 +186,15 @@ class Transport(ABC):
         self.ledger.record("control", unit, tensor.numel())
         return [bool(flag) for flag in tensor.tolist()]
 
-    @abstractmethod
-    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None: ...
+    def scratch_bytes(self, shard: Tensor) -> int:
+        """Return the bytes that reducing into a ``shard`` holds beside it and the buffer."""
+        return 0
 
     @abstractmethod
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None: ...
+    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None: ...
 
     def _record(self, operation: str, unit: str, buffer: Tensor, times: int = 1) -> None:
         if self.world_size > 1:
@@ -212,22 +217,26 @@ class Transport(ABC):
 class LocalTransport(Transport):
     """One rank: nothing to move."""
 
-    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
+    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
         _copy_unless_same_(buffer, own)
 
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None:
+    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
         out.add_(buffer) if accumulate else out.copy_(buffer)
 
 
 class NativeTransport(Transport):
     """The process group's own collectives (see the note on two transports)."""
 
-    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
+    def scratch_bytes(self, shard: Tensor) -> int:
+        """One more shard, where the sum arrives before it is added to earlier micro-batches."""
+        return shard.numel() * shard.element_size()
+
+    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
         part = buffer.chunk(self.world_size)[self.rank]
         _copy_unless_same_(part, own)
         _all_gather_single(buffer, part, group=self.group)  # in place
 
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None:
+    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
         total = torch.empty_like(out) if accumulate else out
         _reduce_scatter_single(total, buffer, group=self.group)
         if accumulate:
@@ -249,20 +258,26 @@ class PairwiseTransport(Transport):
     ) -> None:
         super().__init__(group, ledger)
         self.segment_bytes = segment_bytes
-        # Far peers first in a different order on every rank, so that no rank is everyone's first.
+        # In a different order on every rank, so that no rank is everyone's first.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _all_gather_(self, buffer: Tensor, own: Tensor) -> None:
+    def scratch_bytes(self, shard: Tensor) -> int:
+        """Two segments of every rank."""
+        return 2 * self.world_size * min(self.segment_bytes, shard.numel() * shard.element_size())
+
+    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
         shards = buffer.chunk(self.world_size)
+        tag = _message_tag(_GATHER, unit)
         works = []
         for peer in self._peers:
-            works.append(self._receive(shards[peer], peer, _GATHER_TAG))
-            works.append(self._send(own, peer, _GATHER_TAG))
+            works.append(self._receive(shards[peer], peer, tag))
+            works.append(self._send(own, peer, tag))
         _copy_unless_same_(shards[self.rank], own)  # while messages travel
         for work in works:
             work.wait()
 
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool) -> None:
+    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
+        tag = _message_tag(_REDUCE, unit)
         parts = buffer.chunk(self.world_size)
         length = max(1, self.segment_bytes // buffer.element_size())
         starts = range(0, out.numel(), length)
@@ -274,8 +289,8 @@ class PairwiseTransport(Transport):
             works = []
             for peer in self._peers:
                 incoming = received[index % 2][peer, : stop - start]
-                works.append(self._receive(incoming, peer, _REDUCE_TAG))
-                works.append(self._send(parts[peer][start:stop], peer, _REDUCE_TAG))
+                works.append(self._receive(incoming, peer, tag))
+                works.append(self._send(parts[peer][start:stop], peer, tag))
             return works
 
         works = exchange(0)
@@ -298,6 +313,15 @@ class PairwiseTransport(Transport):
         work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
         assert work is not None, "this rank is not in the group"
         return work
+
+
+def _message_tag(kind: str, unit: str) -> int:
+    """Tag of a unit's messages: those of another unit or kind are never taken for them.
+
+    Ranks that run different units then wait for each other until the timeout, whose error names the
+    unit; without it, units of equal size would exchange weights without a word.
+    """
+    return zlib.crc32(f"{kind} {unit}".encode()) & 0x7FFFFFF
 
 
 def _copy_unless_same_(target: Tensor, source: Tensor) -> None:

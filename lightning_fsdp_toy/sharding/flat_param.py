@@ -7,8 +7,9 @@ Note: who holds memory when
         UNSHARDED    shard  [####]              buffer [################]
 
     The shard is the master copy and lives as long as the model. The buffer is one tensor for good,
-    whose storage is given memory by an unshard and loses it in a reshard: every view ever made of
-    it is valid again after the next unshard, and reading one in between raises.
+    whose storage is given memory by an unshard and loses it in a reshard. Every view ever made of
+    it is valid again after the next unshard; in between it has no memory, and no operation may
+    read it (torch checks that in most operations, not in all).
 
     Modules see one of two sets of ``nn.Parameter``, swapped in ``module._parameters``:
 
@@ -28,15 +29,17 @@ from __future__ import annotations
 
 import enum
 import weakref
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.collectives import Transport
+from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import ParamSlot, Piece, UnitLayout
 
-__all__ = ["FlatParameter", "MemoryCounter", "OriginalParameter", "ParamState"]
+__all__ = ["FlatParameter", "MemoryCounter", "ParamState"]
 
 
 class ParamState(enum.Enum):
@@ -53,7 +56,7 @@ class MemoryCounter:
     Attributes:
         shards_bytes: master shards; constant after setup.
         unsharded_bytes: unsharded buffers (none where the shard is the whole).
-        reduce_bytes: reduce buffers.
+        reduce_bytes: reduce buffers, and what a reduction receives into.
         gradients_bytes: gradient shards made by the last backward.
         unsharded_peak_bytes: largest ``unsharded_bytes``.
         peak_bytes: largest sum of the four.
@@ -77,32 +80,6 @@ class MemoryCounter:
         """Start measuring peaks anew from what is held now."""
         self.unsharded_peak_bytes = self.peak_bytes = 0
         self.add("unsharded_bytes", 0)
-
-
-@dataclass(eq=False)
-class OriginalParameter:
-    """One original parameter: its slot, its homes and its two faces.
-
-    Attributes:
-        slot: place in the flat parameter.
-        piece: the part of it in this rank's shard.
-        homes: every ``(module, name)`` under which the model holds it; several when it is tied.
-        sharded: 1D piece in the shard, what the optimizer updates.
-        unsharded: view into the buffer, what forward and backward use.
-        has_gradient: a gradient has arrived since the last reduction.
-    """
-
-    slot: ParamSlot
-    piece: Piece
-    homes: list[tuple[nn.Module, str]]
-    sharded: nn.Parameter = field(init=False)
-    unsharded: nn.Parameter = field(init=False)
-    has_gradient: bool = False
-
-    def sync_requires_grad(self) -> None:
-        """Freeze or unfreeze the unsharded face as the user did the sharded one."""
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
 
 
 class FlatParameter:
@@ -142,6 +119,7 @@ class FlatParameter:
         self.buffer = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=device)
         self.is_whole = num_shards == 1 or not params
         self.state = ParamState.UNSHARDED
+        self._offsets = [slot.offset for slot in self.layout.slots]
         self.originals = [
             OriginalParameter(slot, self.layout.piece(slot, self.shard_rank), homes)
             for slot, (_, _, homes) in zip(self.layout.slots, params, strict=True)
@@ -177,36 +155,21 @@ class FlatParameter:
     def unshard(self) -> None:
         """Gather the whole flat parameter and show the modules unsharded parameters."""
         assert self.state is ParamState.SHARDED, f"unshard of unsharded unit `{self.fqn}`"
-        self._check_pieces()
+        for original in self.originals:
+            original.check_sharded(self.shard)
         if not self.is_whole:
             self.transport.allocate_(self.buffer)
             self.memory.add("unsharded_bytes", _num_bytes(self.buffer))
             self.transport.all_gather_(self.buffer, self.shard, self.fqn)
         for original in self.originals:
-            original.sync_requires_grad()
-            for module, name in original.homes:
-                module._parameters[name] = original.unsharded
+            original.show_unsharded()
         self.state = ParamState.UNSHARDED
-
-    def _check_pieces(self) -> None:
-        """Refuse to go on with parameters that are no longer parts of the shard."""
-        start, size = self.shard.data_ptr(), self.shard.element_size()
-        for original in self.originals:
-            sharded, piece = original.sharded, original.piece
-            if piece.numel and sharded.data_ptr() != start + piece.shard_offset * size:
-                raise RuntimeError(
-                    f"Parameter `{original.slot.fqn}` was moved, converted or given other data "
-                    f"after sharding (`module.to()`, `.half()`, `param.data = ...`); training "
-                    f"would not reach it. Do it before sharding, or edit weights in place inside "
-                    f"`unsharded(module)`."
-                )
 
     def reshard(self) -> None:
         """Free the unsharded data and show the modules sharded parameters."""
         assert self.state is ParamState.UNSHARDED, f"reshard of sharded unit `{self.fqn}`"
         for original in self.originals:
-            for module, name in original.homes:
-                module._parameters[name] = original.sharded
+            original.show_sharded()
         if not self.is_whole:
             self.transport.release_(self.buffer)
             self.memory.add("unsharded_bytes", -_num_bytes(self.buffer))
@@ -219,12 +182,35 @@ class FlatParameter:
         return not self.is_whole and not torch.equal(self.shard, self.buffer[low:high])
 
     @torch.no_grad()
-    def write_back(self) -> None:
+    def write_back(self, is_edited: bool) -> None:
         """Copy this rank's part of the (edited) unsharded data into the shard."""
         assert self.state is ParamState.UNSHARDED, f"write-back of sharded unit `{self.fqn}`"
-        if not self.is_whole:
+        if is_edited:
             low, high = self.layout.shard_bounds(self.shard_rank)
             self.shard.copy_(self.buffer[low:high])
+            for original in self.originals:
+                torch.autograd.graph.increment_version(original.sharded)
+
+    def keep_whole(self) -> Tensor | None:
+        """Return a copy of the shard if the unsharded data is the shard itself."""
+        return self.shard.clone() if self.is_whole else None
+
+    @torch.no_grad()
+    def put_back_whole(self, values: Tensor | None) -> None:
+        """Undo edits since ``keep_whole``."""
+        if values is not None and not torch.equal(values, self.shard):
+            self.shard.copy_(values)
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Bring values put into the faces another way (`p.data = x`) to the buffer."""
+        for original in self.originals:
+            original.take_in(self._view(self.buffer, original.slot))
+            original.remember_version()
+
+    def original_at(self, offset: int) -> OriginalParameter:
+        """Return the original parameter that holds an element of the buffer."""
+        return self.originals[bisect_right(self._offsets, offset) - 1]
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -259,10 +245,16 @@ class FlatParameter:
             self._zero_missing(buffer)
         used = [original.has_gradient for original in self.originals]
         out, accumulate = self._open_gradient_shard()
+        extra = self.transport.scratch_bytes(
+            out.chunk(self.transport.world_size)[0] if self.replicate else out
+        )
+        extra += 0 if self.reduce_buffer is not None else _num_bytes(buffer)
+        self.memory.add("reduce_bytes", extra)
         if self.replicate:
             self.transport.all_reduce(buffer, out, accumulate, self.fqn)
         else:
             self.transport.reduce_scatter(buffer, out, accumulate, self.fqn)
+        self.memory.add("reduce_bytes", -extra)
         self.drop_reduce_buffer()
         self._reduced = out
         return used
@@ -336,18 +328,23 @@ class FlatParameter:
         return shard[piece.shard_offset : piece.shard_offset + piece.numel]
 
     def _make_faces(self, original: OriginalParameter, param: nn.Parameter) -> None:
-        """Make the sharded and the unsharded parameter; user attributes move to both."""
-        original.sharded = nn.Parameter(
-            self._piece(self.shard, original.piece).detach(), param.requires_grad
+        """Make the sharded and the unsharded face; attributes and hooks of the user move there."""
+        piece, view = (
+            self._piece(self.shard, original.piece),
+            self._view(self.buffer, original.slot),
         )
-        original.unsharded = nn.Parameter(
-            self._view(self.buffer, original.slot).detach(), param.requires_grad
-        )
-        for face in (original.sharded, original.unsharded):
-            face.__dict__.update(param.__dict__)
-        if not self.is_whole:
-            # Its own version counter: an all-gather into the buffer changes no weight.
-            original.unsharded.data = self._view(self.buffer, original.slot)
+        original.is_whole = self.is_whole
+        # Made empty, for a version counter of its own: the step of another parameter of the unit
+        # does not change this one, nor does an all-gather into the buffer.
+        original.sharded = nn.Parameter(piece.new_empty(0), param.requires_grad)
+        original.sharded.data = piece
+        if self.is_whole:  # one memory, one version
+            same = original.sharded.detach().as_strided(original.slot.shape, original.slot.stride)
+            original.unsharded = nn.Parameter(same, param.requires_grad)
+        else:
+            original.unsharded = nn.Parameter(piece.new_empty(0), param.requires_grad)
+            original.unsharded.data = view
+        original.take_over(param)
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.whole import hold_unsharded
 
 __all__ = [
     "SHARDING_STRATEGIES",
@@ -113,7 +114,7 @@ def unsharded(
         writeback: keep in-place edits made inside the block. Every rank keeps its own part of what
             it wrote itself, so all ranks must write the same.
     """
-    return get_root(root).unsharded(module or root, writeback)
+    return hold_unsharded(get_root(root), module or root, writeback)
 
 
 def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> None:
@@ -138,13 +139,9 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
 
     @functools.wraps(method)
     def with_whole_weights(*args: Any, **kwargs: Any) -> Any:
-        unit.pre_forward()
-        output = None
-        try:
-            output = method(*args, **kwargs)
-            return output
-        finally:
-            unit.post_forward(module, args, output)
+        with state.forward_scope(unit) as outputs:
+            outputs.append(method(*args, **kwargs))
+        return outputs[0]
 
     module.__dict__[name] = with_whole_weights
     state.forward_methods.append((module, name))

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp_toy.sharding.flat_param import OriginalParameter
+from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.fully_shard import get_root
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import cut_state
+from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
     "ELEMENTWISE_OPTIMIZERS",
@@ -88,7 +89,7 @@ def whole_shapes_for(root: RootState, optimizers: list[torch.optim.Optimizer]) -
         faces[id(param)] = original
         return param
 
-    with root.show(face):
+    with show_faces(root, face):
         yield
     for optimizer in optimizers:
         _give_shards(optimizer, faces)

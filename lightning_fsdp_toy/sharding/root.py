@@ -9,16 +9,17 @@ Note: time and the order of post-backward
 
 Note: passes
     The starts of one forward belong to its ``ForwardPass``. The graph keeps its pass alive (through
-    the handles and output hooks), the root only knows it weakly: a forward that never sees a
-    backward is forgotten with its graph. Two forwards before one backward are two live passes, and
-    a unit's start is the earlier one, so that it is reduced once.
+    the handles and output hooks), the root knows older ones only weakly: a forward that never sees
+    a backward is forgotten with its graph. Two forwards before one backward are two live passes,
+    and a unit's start is the earlier one, so that it is reduced once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_fsdp_toy.sharding.build import broadcast_buffers, build_units
 from lightning_fsdp_toy.sharding.collectives import Ledger, make_transport
-from lightning_fsdp_toy.sharding.flat_param import (
-    FlatParameter,
-    MemoryCounter,
-    OriginalParameter,
-)
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter, MemoryCounter
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.saved import SavedTensors
 from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
@@ -44,12 +41,24 @@ class ForwardPass:
 
     Attributes:
         starts: tick at which each unit was first called.
+        awaited: units some output of which required a gradient.
         is_consumed: a backward through it has ended.
     """
 
     def __init__(self) -> None:
         self.starts: dict[Unit, int] = {}
+        self.awaited: set[Unit] = set()
         self.is_consumed = False
+
+
+class _EndOfBackward:
+    """The call that autograd makes when a backward has ended; gone with a backward that raised."""
+
+    def __init__(self, root: RootState) -> None:
+        self.root = root
+
+    def __call__(self) -> None:
+        self.root.end_backward()
 
 
 class RootState:
@@ -89,13 +98,17 @@ class RootState:
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._touched: set[ForwardPass] = set()  # passes the current backward has reached
         self._depth = 0  # nested forward calls of any unit
+        self.num_scopes = 0  # those that are `with` blocks, which end whatever happens
         self._saved = SavedTensors(self)
         self._hooks: saved_tensors_hooks | None = None  # while depth > 0
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
         self._in_backward = False
+        self._end_ref: weakref.ref[_EndOfBackward] | None = None
         self._pending: list[tuple[int, Unit]] = []  # (start, unit) by rising start
         self._pending_units: set[Unit] = set()
+        self._finished: set[Unit] = set()  # in the current backward
+        self._awaited: set[Unit] = set()  # in the live passes
         self._used: dict[Unit, list[bool]] = {}
         plans, unit_index = build_units(module, policy, device, self.transport)
         self.units: list[Unit] = []
@@ -123,8 +136,11 @@ class RootState:
 
     # -- forward --------------------------------------------------------------------------------
 
-    def enter_forward(self) -> None:
+    def enter_forward(self, unit: Unit) -> None:
         """A forward call of some unit begins."""
+        if self._depth > 0 and self.num_scopes == 0 and self._is_abandoned(unit):
+            self._depth = 1
+            self.exit_forward()
         self._depth += 1
         if self._depth == 1 and torch._C._current_graph_task_id() == -1:
             self.settle()
@@ -133,6 +149,30 @@ class RootState:
             self.current_pass = None
             self._hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             self._hooks.__enter__()
+
+    def _is_abandoned(self, unit: Unit) -> bool:
+        """Whether the forward that seems to run ended without a word (a KeyboardInterrupt)."""
+        is_forward = torch._C._current_graph_task_id() == -1
+        return is_forward and unit is self.root_unit and unit.num_active > 0
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether some unit's forward call runs, so that saved tensors are packed."""
+        return self._hooks is not None
+
+    @contextmanager
+    def forward_scope(self, unit: Unit) -> Iterator[list[Any]]:
+        """A ``with`` block that counts as a forward call of ``unit``; yields a list for outputs."""
+        outputs: list[Any] = []
+        self.num_scopes += 1
+        try:
+            unit.pre_forward()
+            try:
+                yield outputs
+            finally:
+                unit.post_forward(unit.module, (), outputs)
+        finally:
+            self.num_scopes -= 1
 
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
@@ -207,78 +247,35 @@ class RootState:
         """Return the unit a module of the model belongs to."""
         return self._unit_of[module]
 
+    def units_of(self, module: nn.Module) -> list[Unit]:
+        """Return the units of a module and all modules inside it."""
+        return list(dict.fromkeys(self._unit_of[sub] for sub in module.modules()))
+
     def has_module(self, module: nn.Module) -> bool:
         """Whether ``module`` is part of the model."""
         return module in self._unit_of
 
-    @contextmanager
-    def unsharded(self, module: nn.Module, writeback: bool) -> Iterator[None]:
-        """See ``fully_shard.unsharded``."""
-        units = list(dict.fromkeys(self._unit_of[sub] for sub in module.modules()))
-        units += [self.root_unit] if self.root_unit not in units else []  # may hold tied weights
-        self.enter_forward()
-        for unit in units:
-            unit.num_pins += 1
-            if not unit.flat.is_unsharded:
-                unit.unshard()
-        try:
-            yield
-        finally:
-            # Agreed, because an edit that only some ranks noticed would make their versions differ.
-            flags = [writeback and unit.flat.is_edited for unit in units]
-            for unit, is_edited in zip(
-                units, self.transport.any_rank(flags, "<unsharded>"), strict=True
-            ):
-                if is_edited:
-                    unit.flat.write_back()
-                unit.num_pins -= 1
-                if unit.num_pins == 0 and unit.num_active == 0:
-                    unit.reshard()
-            self.exit_forward()
-
-    @contextmanager
-    def show(self, face: Callable[[OriginalParameter], nn.Parameter]) -> Iterator[None]:
-        """Put other parameters into the modules for a while; the model must be at rest."""
-        homes = [
-            (module, name, original)
-            for unit in self.units
-            for original in unit.flat.originals
-            for module, name in original.homes
-        ]
-        faces = {original: face(original) for _, _, original in homes}
-        for module, name, original in homes:
-            module._parameters[name] = faces[original]
-        try:
-            yield
-        finally:
-            for module, name, original in homes:
-                module._parameters[name] = original.sharded
-
-    def restore(self) -> None:
-        """Undo ``fully_shard``: whole parameters in the modules, no hooks. A collective."""
-        self.settle()
-        for unit in self.units:
-            unit.unshard()
-            for original in unit.flat.originals:
-                value = original.unsharded.detach().clone()
-                param = nn.Parameter(value, original.sharded.requires_grad)
-                param.__dict__.update(original.sharded.__dict__)
-                original.sharded = param  # what the reshard puts into the modules
-            unit.reshard()
-            unit.remove_hooks()
-        for module, name in self.forward_methods:
-            del module.__dict__[name]
-        del self.module.__dict__["_fsdp_root"]
-
     # -- backward -------------------------------------------------------------------------------
 
-    def reach(self, unit: Unit, tick: int, forward_pass: ForwardPass | None) -> None:
-        """Backward touches something of ``unit`` that was made at ``tick``."""
+    def reach(
+        self, unit: Unit, tick: int, forward_pass: ForwardPass | None, is_output: bool = False
+    ) -> None:
+        """Backward touches something of ``unit`` that was made at ``tick``.
+
+        Args:
+            unit: whose weights are needed now.
+            tick: what is later than this is finished.
+            forward_pass: the pass it was made in.
+            is_output: it is an output of the unit. One that a unit hands through from before is
+                reached again when the unit is finished.
+        """
         self._begin_backward()
         if forward_pass is not None:
             self._touched.add(forward_pass)
         while self._pending and self._pending[-1][0] > tick:
             self._finalize(self._pending.pop()[1])
+        if is_output and unit in self._finished:
+            return
         self._expect(unit)
         unit.pre_backward()
 
@@ -295,25 +292,34 @@ class RootState:
 
     def _begin_backward(self) -> None:
         if self._in_backward:
-            return
+            if self._end_ref is not None and self._end_ref() is not None:
+                return
+            self._clear_backward()  # the last backward raised, its end will not come
+            for unit in self.units:
+                unit.flat.abandon_gradients()
         self._in_backward = True
+        self._awaited = set()
         self._last = self._last_ended
         starts: dict[Unit, int] = {}
         for forward_pass in self._live_passes():
+            self._awaited |= forward_pass.awaited
             for unit, start in forward_pass.starts.items():
                 starts[unit] = min(start, starts.get(unit, start))
         self._pending = sorted(((s, u) for u, s in starts.items()), key=lambda pair: pair[0])
         self._pending_units = set(starts)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        end = _EndOfBackward(self)
+        self._end_ref = weakref.ref(end)  # the engine holds it as long as this backward runs
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _finalize(self, unit: Unit) -> None:
         self._pending_units.discard(unit)
-        used = unit.post_backward()
+        self._finished.add(unit)
+        used = unit.post_backward(unit in self._awaited)
         if used is not None:
             before = self._used.get(unit, [False] * len(used))
             self._used[unit] = [a or b for a, b in zip(before, used, strict=True)]
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         """Finalise what is left, agree on unused parameters, hand gradients to the optimizer."""
         while self._pending:
             self._finalize(self._pending.pop()[1])
@@ -330,6 +336,7 @@ class RootState:
         self._in_backward = False
         self._pending = []
         self._pending_units = set()
+        self._finished = set()
         self._touched = set()
         self._used = {}
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding.faces import OriginalParameter
     from lightning_fsdp_toy.sharding.root import ForwardPass, RootState
     from lightning_fsdp_toy.sharding.unit import Unit
 
@@ -34,7 +35,8 @@ class _Handle(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    version: int  # of the shard: an optimizer step in between would give wrong gradients
+    original: OriginalParameter
+    version: int  # of its sharded face: a step in between would give wrong gradients
 
 
 class _Saved(NamedTuple):
@@ -72,6 +74,7 @@ class SavedTensors:
         unit = self._by_ptr.get(tensor.untyped_storage().data_ptr())
         if unit is None:
             return _Saved(tensor, tensor._version)
+        original = unit.flat.original_at(int(tensor.storage_offset()))
         return _Handle(
             unit,
             self.root.tick,
@@ -80,7 +83,8 @@ class SavedTensors:
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.dtype,
-            unit.flat.shard._version,
+            original,
+            original.sharded._version,
         )
 
     def unpack(self, packed: Any) -> Tensor:
@@ -101,12 +105,18 @@ class SavedTensors:
 
     def _unpack_handle(self, handle: _Handle) -> Tensor:
         unit = handle.unit
-        if unit.flat.shard._version != handle.version:
+        if handle.original.sharded._version != handle.version:
             raise RuntimeError(
-                f"weights of unit `{unit.fqn}` were updated between this forward and its backward; "
-                f"gradients would be wrong. Run backward before the optimizer step."
+                f"weights (`{handle.original.slot.fqn}`) were updated between this forward and its "
+                f"backward; gradients would be wrong. Run backward before the optimizer step."
             )
         if torch._C._current_graph_task_id() != -1:
+            if torch.is_grad_enabled() and not self.root.is_in_forward:
+                raise RuntimeError(
+                    f"backward with create_graph=True outside forward: weights of unit "
+                    f"`{unit.fqn}` could not be found again. Call torch.autograd.grad inside the "
+                    f"sharded module's forward (under Lightning, inside `training_step`)."
+                )
             self.root.reach(unit, handle.tick, handle.forward_pass)
         elif not unit.flat.is_unsharded:
             raise RuntimeError(

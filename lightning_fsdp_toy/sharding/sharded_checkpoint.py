@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_fsdp_toy.sharding.flat_param import OriginalParameter
+from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import boxes_of_range
 from lightning_fsdp_toy.sharding.root import RootState
 

@@ -9,16 +9,18 @@ Note: full state
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp_toy.sharding.flat_param import OriginalParameter
+from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import ParamSlot
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.unit import Unit
+from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
     "full_model_state",
@@ -32,7 +34,7 @@ __all__ = [
 
 def full_shapes(root: RootState) -> Any:
     """Context in which modules show meta parameters of the original shapes (for counting)."""
-    return root.show(_meta_parameter)
+    return show_faces(root, _meta_parameter)
 
 
 def full_model_state(
@@ -52,15 +54,18 @@ def full_model_state(
     root.sync_buffers()
     copies: dict[OriginalParameter, Tensor] = {}
     for unit in root.units:
-        unit.unshard()
+        is_pinned = unit.flat.is_unsharded
+        if not is_pinned:
+            unit.unshard()
         if root.transport.rank == 0:
             for original in unit.flat.originals:
                 copies[original] = original.unsharded.detach().to("cpu", copy=True)
-        unit.reshard()
+        if not is_pinned:
+            unit.reshard()
     if root.transport.rank != 0:
         return {}
     faces = {o: nn.Parameter(copy, o.sharded.requires_grad) for o, copy in copies.items()}
-    with root.show(faces.__getitem__):
+    with show_faces(root, faces.__getitem__):
         state = (make_state_dict or root.module.state_dict)()
     ours = {copy.data_ptr() for copy in copies.values()}
     for key, value in state.items():
@@ -94,9 +99,12 @@ def load_model_state(
     load = load_state_dict or root.module.load_state_dict
     buffers = [(m, name, b) for m in root.module.modules() for name, b in m._buffers.items()]
     loaded: list[tuple[Unit, OriginalParameter, Tensor]] = []
+    # An override without `assign` copies instead, into parameters that must then have memory.
+    assigns = "assign" in inspect.signature(load).parameters
+    face, options = (_meta_parameter, {"assign": True}) if assigns else (_empty_parameter, {})
     try:
-        with root.show(_meta_parameter):
-            result = load(state, strict=strict, assign=True)
+        with show_faces(root, face):
+            result = load(state, strict=strict, **options)
             for unit in root.units:
                 for original in unit.flat.originals:
                     values = [m._parameters[name] for m, name in original.homes]
@@ -192,6 +200,14 @@ def in_memory_order(value: Tensor, slot: ParamSlot) -> Tensor:
     strided = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
     strided.copy_(value)
     return strided.as_strided((slot.numel,), (1,))
+
+
+def _empty_parameter(original: OriginalParameter) -> nn.Parameter:
+    sharded, slot = original.sharded, original.slot
+    whole = sharded.new_zeros(slot.numel).as_strided(slot.shape, slot.stride)
+    if original.is_whole:
+        whole.copy_(sharded.detach().as_strided(slot.shape, slot.stride))
+    return nn.Parameter(whole, sharded.requires_grad)
 
 
 def _meta_parameter(original: OriginalParameter) -> nn.Parameter:

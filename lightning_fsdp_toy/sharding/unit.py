@@ -10,12 +10,13 @@ Note: one step of a unit
         post-backward   reduce-scatter into the gradient shard, reshard   FSDP::reduce
 
     Pre-backward does not depend on what forward returned: see the note on getting weights back in
-    ``fully_shard.py``. Post-backward runs when backward has moved past everything the unit did.
+    ``saved.py``. Post-backward runs when backward has moved past everything the unit did.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp_toy.sharding.flat_param import FlatParameter, OriginalParameter
+from lightning_fsdp_toy.sharding.faces import OriginalParameter
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.root import ForwardPass, RootState
@@ -52,7 +54,7 @@ class Unit:
         self.num_active = 0  # forward calls of this unit that have not ended
         self.num_pins = 0  # `RootState.unsharded` contexts that hold it unsharded
         self.was_gathered = False  # in the current backward
-        self._called_by: list[nn.Module] = []  # inner modules that stand in for the unit's forward
+        self._stands_in: list[bool] = []  # for each call of an inner module that has not ended
         self._handles: list[RemovableHandle] = []
         self._register_hooks()
 
@@ -72,7 +74,7 @@ class Unit:
 
     def pre_forward(self, *_: Any) -> None:
         """Unshard before a forward call (or a call that stands in for it)."""
-        self.root.enter_forward()
+        self.root.enter_forward(self)
         self.num_active += 1
         if not self.flat.is_unsharded:
             self.unshard()
@@ -93,10 +95,11 @@ class Unit:
         trigger = partial(self._output_trigger, end, forward_pass)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                forward_pass.awaited.add(self)
                 leaf.register_hook(trigger)
 
     def _output_trigger(self, end: int, forward_pass: ForwardPass, _grad: Tensor) -> None:
-        self.root.reach(self, end, forward_pass)
+        self.root.reach(self, end, forward_pass, is_output=True)
 
     def _pre_inner(self, originals: list[OriginalParameter], module: nn.Module, _args: Any) -> None:
         """A module that holds parameters of this unit is called.
@@ -105,16 +108,16 @@ class Unit:
         ``forward``, a submodule called on its own, a second forward after a backward inside one
         ``training_step``) the call stands in for the unit's forward.
         """
-        if self.flat.is_unsharded and self.num_active > 0:
+        stands_in = not self.flat.is_unsharded or self.num_active == 0
+        if stands_in:
+            self.pre_forward()
+        else:
             for original in originals:
                 original.sync_requires_grad()
-            return
-        self.pre_forward()
-        self._called_by.append(module)
+        self._stands_in.append(stands_in)
 
     def _post_inner(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._called_by and self._called_by[-1] is module:
-            self._called_by.pop()
+        if self._stands_in and self._stands_in.pop():
             self.post_forward(module, args, output)
 
     # -- backward -------------------------------------------------------------------------------
@@ -125,25 +128,28 @@ class Unit:
         if not self.flat.is_unsharded:
             self.unshard()
 
-    def collect(self, original: OriginalParameter, _param: Tensor) -> None:
+    def collect(self, original: OriginalParameter) -> None:
         """A gradient has arrived."""
         self.root.note_gradient(self)
         self.flat.collect_gradient(original, self.root.gradient_scale)
 
-    def post_backward(self) -> list[bool] | None:
+    def post_backward(self, is_awaited: bool) -> list[bool] | None:
         """Reduce gradients and reshard, once backward has moved past this unit.
 
         Every rank that called a trainable unit in forward comes here in the same order and does
         the same collectives, even if its own backward never reached the unit: other ranks may
         have gradients for it.
 
+        Args:
+            is_awaited: some output required a gradient, so backward may reach it on other ranks.
+
         Returns:
             Which original parameters had a gradient on this rank; None if nothing was reduced.
         """
         used = None
+        if not self.was_gathered and (self.is_trainable or is_awaited):
+            self.pre_backward()
         if self.is_trainable:
-            if not self.was_gathered:
-                self.pre_backward()
             with self._range("reduce"):
                 used = self.flat.reduce_gradients()
         self.was_gathered = False
@@ -171,7 +177,7 @@ class Unit:
             return
         self.num_active = 0
         self.was_gathered = False
-        self._called_by.clear()
+        self._stands_in.clear()
         self.flat.abandon_gradients()
         if self.flat.is_unsharded and self.num_pins == 0:
             self.reshard()
@@ -192,18 +198,26 @@ class Unit:
         add(module.register_forward_pre_hook(self.pre_forward, prepend=True))
         add(module.register_forward_hook(self.post_forward, always_call=True))
         inner: dict[nn.Module, list[OriginalParameter]] = {}
-        for original in self.flat.originals:
+        for index, original in enumerate(self.flat.originals):
             for home, _ in original.homes:
                 inner.setdefault(home, []).append(original)
-            collect = partial(self.collect, original)
+            is_trainable = original.unsharded.requires_grad
             original.unsharded.requires_grad_(True)  # a frozen one may be unfrozen later
+            # A strong reference would be a cycle that the garbage collector cannot see.
+            collect = partial(_collect, weakref.ref(self), index)
             add(original.unsharded.register_post_accumulate_grad_hook(collect))
-            original.sync_requires_grad()
+            original.unsharded.requires_grad_(is_trainable)
         inner.pop(module, None)
         for home, originals in inner.items():
             hook = partial(self._pre_inner, originals)
             add(home.register_forward_pre_hook(hook, prepend=True))
             add(home.register_forward_hook(self._post_inner, always_call=True))
+
+
+def _collect(unit_ref: weakref.ref[Unit], index: int, _param: Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.collect(unit.flat.originals[index])
 
 
 def is_grad_recording() -> bool:

@@ -1,0 +1,142 @@
+"""The two faces of an original parameter: what the optimizer and what forward sees.
+
+Note: misuse is refused
+    Sharding replaces parameters behind the user's back, so everything that would then go wrong
+    without a word is noticed and refused by name: gradients that flow into a face that nobody
+    reduces, data or parameters put in from outside, edits that would reach one rank only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from lightning_fsdp_toy.sharding.layout import ParamSlot, Piece
+
+__all__ = ["OriginalParameter"]
+
+
+@dataclass(eq=False)
+class OriginalParameter:
+    """One original parameter: its slot, its homes and its two faces.
+
+    Attributes:
+        slot: place in the flat parameter.
+        piece: the part of it in this rank's shard.
+        homes: every ``(module, name)`` under which the model holds it; several when it is tied.
+        sharded: 1D piece in the shard, what the optimizer updates.
+        unsharded: view into the buffer, what forward and backward use.
+        has_gradient: a gradient has arrived since the last reduction.
+    """
+
+    slot: ParamSlot
+    piece: Piece
+    homes: list[tuple[nn.Module, str]]
+    sharded: nn.Parameter = field(init=False)
+    unsharded: nn.Parameter = field(init=False)
+    is_whole: bool = False  # the piece is the parameter: both faces are the same memory
+    has_gradient: bool = False
+    _is_trainable: bool = field(init=False, default=True)  # as both faces last agreed
+    _version: int = field(init=False, default=0)  # of the unsharded face, edits accepted
+    _address: int = field(init=False, default=0)  # of the sharded face's data
+
+    def take_over(self, param: nn.Parameter) -> None:
+        """Give the faces what the user put on the original: attributes, hooks, frozenness.
+
+        Raises:
+            ValueError: the original has hooks that cannot move.
+        """
+        if getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"Parameter `{self.slot.fqn}` has post-accumulate-grad hooks, which would see no "
+                f"reduced gradient. Register them on sharded parameters, after sharding."
+            )
+        hooks = list((param._backward_hooks or {}).values())
+        self._is_trainable = param.requires_grad
+        for face in (self.sharded, self.unsharded):
+            face.__dict__.update(param.__dict__)
+            face.requires_grad_(True)  # a frozen one may be unfrozen later
+        for hook in hooks:  # they see this rank's whole gradient, as under DDP
+            self.unsharded.register_hook(hook)
+        fqn = self.slot.fqn
+        self.sharded.register_hook(lambda _: _refuse_gradient(fqn, "a piece of"))
+        if param.requires_grad:
+            param.register_hook(lambda _: _refuse_gradient(fqn, "the object that was"))
+        for face in (self.sharded, self.unsharded):
+            face.requires_grad_(self._is_trainable)
+        self._address = self.sharded.data_ptr()
+        self.remember_version()
+
+    def sync_requires_grad(self) -> None:
+        """Freeze or unfreeze both faces when the user did so with one."""
+        sharded, unsharded = self.sharded.requires_grad, self.unsharded.requires_grad
+        if sharded == unsharded == self._is_trainable:
+            return
+        self._is_trainable = not self._is_trainable  # at least one face was changed
+        self.sharded.requires_grad_(self._is_trainable)
+        self.unsharded.requires_grad_(self._is_trainable)
+
+    def show_unsharded(self) -> None:
+        """Put the unsharded face into the modules."""
+        self.sync_requires_grad()
+        for module, name in self.homes:
+            if module._parameters.get(name) is not self.sharded:
+                raise RuntimeError(
+                    f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
+                    f"(an assignment, or torch.func.functional_call). Replace it before, or edit "
+                    f"weights in place inside `unsharded(module)`."
+                )
+            module._parameters[name] = self.unsharded
+
+    def show_sharded(self) -> None:
+        """Put the sharded face into the modules.
+
+        Raises:
+            RuntimeError: the unsharded face was edited where the edit would be lost.
+        """
+        self.sync_requires_grad()
+        for module, name in self.homes:
+            module._parameters[name] = self.sharded
+        if not self.is_whole and self.unsharded._version != self._version:
+            self.remember_version()
+            raise RuntimeError(
+                f"Parameter `{self.slot.fqn}` was changed in place inside forward, where the change "
+                f"reaches this rank's copy only. Do it between steps inside `unsharded(module)`."
+            )
+
+    def remember_version(self) -> None:
+        """Accept in-place edits of the unsharded face up to now."""
+        self._version = self.unsharded._version
+
+    def check_sharded(self, shard: Tensor) -> None:
+        """Refuse to go on with a sharded face that is no longer part of the shard."""
+        if self.piece.numel == 0 and self.sharded.dtype == shard.dtype:
+            return
+        if self.sharded.data_ptr() != self._address or self.sharded.dtype != shard.dtype:
+            raise RuntimeError(
+                f"Parameter `{self.slot.fqn}` was moved, converted or given other data "
+                f"after sharding (`module.to()`, `.half()`, `param.data = ...`); training "
+                f"would not reach it. Do it before sharding, or edit weights in place inside "
+                f"`unsharded(module)`."
+            )
+
+    def take_in(self, place: Tensor) -> None:
+        """Copy values put in from outside (``p.data = x``, ``module.p = p2``) to ``place``."""
+        for module, name in self.homes:
+            shown = module._parameters.get(name)
+            if shown is not None and shown is not self.unsharded:
+                place.copy_(shown.detach())
+                module._parameters[name] = self.unsharded
+        if self.unsharded.data_ptr() != place.data_ptr():
+            place.copy_(self.unsharded.detach())
+            self.unsharded.data = place
+
+
+def _refuse_gradient(fqn: str, what: str) -> NoReturn:
+    raise RuntimeError(
+        f"A gradient flows into {what} parameter `{fqn}`, where nobody reduces it: the parameter "
+        f"was used outside its unit's forward. Use it inside `with unsharded(module):` (under "
+        f"Lightning `self.trainer.strategy.unsharded(module)`)."
+    )
