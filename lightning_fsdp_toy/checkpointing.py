@@ -17,6 +17,7 @@ from typing import Any
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -61,10 +62,11 @@ class ShardedCheckpointing(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        load = self.lightning_module.load_state_dict
         if self._sharded_path is not None:
-            load_sharded_model(self.root, self._sharded_path, strict)
+            small = checkpoint.get("state_dict", {})
+            load_sharded_model(self.root, self._sharded_path, strict, small, load)
         else:
-            load = self.lightning_module.load_state_dict
             load_model_state(self.root, checkpoint["state_dict"], strict, load)
 
     @override
@@ -106,7 +108,9 @@ class ShardedCheckpointing(ParallelStrategy):
             return
         # Written beside its place and then moved: an older checkpoint is lost only for a whole one.
         states = checkpoint.pop("optimizer_states", [])
-        small = save_sharded(self.root, partial, checkpoint.pop("state_dict"), states)
+        model = checkpoint.pop("state_dict")
+        small = save_sharded(self.root, partial, model, states)
+        checkpoint["state_dict"] = {k: v for k, v in model.items() if not isinstance(v, Tensor)}
         if states:
             checkpoint["optimizer_states"] = small
         if self.is_global_zero:

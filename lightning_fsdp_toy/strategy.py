@@ -6,7 +6,7 @@ Members stand in the order in which Lightning's own strategies have them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,10 +24,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -46,10 +43,11 @@ from lightning_fsdp_toy.sharding import (
     get_root,
     register_forward_method,
 )
-from lightning_fsdp_toy.sharding.hints import explain_sharded_use
 from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
+from lightning_fsdp_toy.spawning import ShardedLauncher
+from lightning_fsdp_toy.steps import ShardedSteps
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer
 
 __all__ = ["ToyFSDPStrategy"]
@@ -57,7 +55,7 @@ __all__ = ["ToyFSDPStrategy"]
 logger = logging.getLogger(__name__)
 
 
-class ToyFSDPStrategy(ShardedCheckpointing):
+class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
     """Fully sharded data parallel, written to be read, on CPU (gloo) and CUDA (NCCL).
 
     Arguments that Lightning's ``FSDPStrategy`` has too mean the same here.
@@ -175,7 +173,7 @@ class ToyFSDPStrategy(ShardedCheckpointing):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = ShardedLauncher(self, start_method=self._start_method)
         elif not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -266,36 +264,6 @@ class ToyFSDPStrategy(ShardedCheckpointing):
             optimizers += self.optimizers
         for optimizer in self.optimizers:
             check_optimizer(self.root, optimizer, self.allow_optimizers)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole_root():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole_root():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole_root():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole_root():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _whole_root(self) -> Iterator[None]:
-        """A step of the LightningModule counts as a forward call of the root unit."""
-        with self.root.forward_scope(self.root.root_unit):
-            try:
-                yield
-            except Exception as error:
-                explain_sharded_use(self.root, error)
-                raise
 
     @override
     def model_to_device(self) -> None:

@@ -3,6 +3,7 @@
 from lightning_fsdp_toy.sharding.collectives import Ledger
 from lightning_fsdp_toy.sharding.fully_shard import (
     SHARDING_STRATEGIES,
+    full_state_dict,
     fully_shard,
     get_root,
     register_forward_method,
@@ -16,6 +17,7 @@ __all__ = [
     "Ledger",
     "RootState",
     "build_optimizer",
+    "full_state_dict",
     "fully_shard",
     "get_root",
     "register_forward_method",

@@ -207,10 +207,11 @@ class Transport(ABC):
         try:
             yield
         except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size}: {operation} of unit `{unit}` failed: "
-                f"{str(error).splitlines()[0]} Either another rank ended or raised (look for its "
-                f"error first), or the ranks ran different modules or numbers of batches."
+                f"{reason}. Either another rank ended or raised (look for its error first), or "
+                f"the ranks ran different modules or numbers of batches."
             ) from error
 
 

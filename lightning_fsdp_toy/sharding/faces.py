@@ -102,8 +102,8 @@ class OriginalParameter:
         if not self.is_whole and self.unsharded._version != self._version:
             self.remember_version()
             raise RuntimeError(
-                f"Parameter `{self.slot.fqn}` was changed in place inside forward, where the change "
-                f"reaches this rank's copy only. Do it between steps inside `unsharded(module)`."
+                f"Parameter `{self.slot.fqn}` was changed in place inside forward, where this "
+                f"rank's copy alone changes. Do it between steps inside `unsharded(module)`."
             )
 
     def remember_version(self) -> None:

@@ -208,6 +208,10 @@ class FlatParameter:
             original.take_in(self._view(self.buffer, original.slot))
             original.remember_version()
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` is a face of one of the unit's original parameters."""
+        return any(param is o.sharded or param is o.unsharded for o in self.originals)
+
     def original_at(self, offset: int) -> OriginalParameter:
         """Return the original parameter that holds an element of the buffer."""
         return self.originals[bisect_right(self._offsets, offset) - 1]

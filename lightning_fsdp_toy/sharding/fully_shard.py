@@ -17,10 +17,12 @@ from torch import nn
 
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.state_dict import full_model_state
 from lightning_fsdp_toy.sharding.whole import hold_unsharded
 
 __all__ = [
     "SHARDING_STRATEGIES",
+    "full_state_dict",
     "fully_shard",
     "get_root",
     "register_forward_method",
@@ -99,6 +101,18 @@ def get_root(module: nn.Module) -> RootState:
     if not isinstance(root, RootState):
         raise ValueError(f"{type(module).__name__} is not the root of a sharded model.")
     return root
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of the whole model on rank 0, an empty one on the other ranks.
+
+    A collective: all ranks call it between steps. Tensors are copies in CPU memory, with the keys
+    and shapes of the unsharded module.
+
+    Args:
+        module: the module given to ``fully_shard``.
+    """
+    return full_model_state(get_root(module))
 
 
 def unsharded(

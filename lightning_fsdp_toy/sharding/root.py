@@ -174,6 +174,19 @@ class RootState:
         finally:
             self.num_scopes -= 1
 
+    def refresh_open_root(self) -> None:
+        """Show the root unit's current weights where its forward scope is still open.
+
+        Under manual optimization backward and optimizer steps happen inside ``training_step``,
+        which may then use the LightningModule's own parameters again.
+        """
+        unit = self.root_unit
+        if unit.num_active > 0 and torch._C._current_graph_task_id() == -1:
+            if unit.flat.is_unsharded and unit.num_pins == 0:
+                unit.reshard()
+            if not unit.flat.is_unsharded:
+                unit.unshard()
+
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
 

@@ -16,7 +16,7 @@ Note: shards as boxes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import boxes_of_range
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.state_dict import meta_parameter
+from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
     "ShardOfTensor",
@@ -130,7 +132,7 @@ def sharded_model_state(root: RootState) -> dict[str, Any]:
         if original is not None:
             state[key] = ShardOfTensor(original, original.sharded.detach())
         elif isinstance(value, Tensor):
-            state[key] = value.detach()
+            state[key] = value.detach().clone()
     return state
 
 
@@ -177,7 +179,9 @@ def save_sharded(
         For each optimizer what is small and not in the files (``load_sharded_optimizer`` asks for
         it): the caller keeps it beside them.
     """
-    state: dict[str, Any] = {MODEL_KEY: dict(model)}
+    state: dict[str, Any] = {
+        MODEL_KEY: {key: value for key, value in model.items() if isinstance(value, Tensor)}
+    }
     small = []
     for index, optimizer in enumerate(optimizers):
         state[f"optimizer_{index}"] = {"state": optimizer["state"]}
@@ -189,8 +193,21 @@ def save_sharded(
 
 
 @torch.no_grad()
-def load_sharded_model(root: RootState, path: Path, strict: bool = True) -> None:
+def load_sharded_model(
+    root: RootState,
+    path: Path,
+    strict: bool = True,
+    small: Mapping[str, Any] | None = None,
+    load_state_dict: Callable[..., Any] | None = None,
+) -> None:
     """Read the model's shards from the directory ``path``; optimizer state is not read.
+
+    Args:
+        root: the sharded model, at rest.
+        path: directory that ``save_sharded`` wrote.
+        strict: refuse missing and unexpected keys.
+        small: entries of the saved state dict that are no tensors (extra state).
+        load_state_dict: ``root.module.load_state_dict`` if None.
 
     Raises:
         RuntimeError: ``strict`` and keys are missing or unexpected, or a shape differs; every rank
@@ -198,6 +215,7 @@ def load_sharded_model(root: RootState, path: Path, strict: bool = True) -> None
     """
     root.settle()
     state = sharded_model_state(root)
+    small = dict(small or {})
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     prefix = f"{MODEL_KEY}."
     present = {key.removeprefix(prefix): md for key, md in saved.items() if key.startswith(prefix)}
@@ -208,11 +226,16 @@ def load_sharded_model(root: RootState, path: Path, strict: bool = True) -> None
             shapes = f"{tuple(md.size)} in the checkpoint, {tuple(value.shape)} here"
             errors.append(f"`{key}` has shape {shapes}")
     if strict:
-        errors += [f"missing key `{key}`" for key in state if key not in present]
+        known = {**present, **small}
+        errors += [f"missing key `{key}`" for key in state if key not in known]
         errors += [f"unexpected key `{key}`" for key in present if key not in state]
     if errors:
         raise RuntimeError(f"Cannot load the sharded checkpoint {path}: {'; '.join(errors)}.")
-    _read(root, path, {MODEL_KEY: {k: v for k, v in state.items() if k in present}})
+    found = {k: v for k, v in state.items() if k in present and isinstance(v, Tensor)}
+    _read(root, path, {MODEL_KEY: found})
+    others = {k: v for k, v in found.items() if not isinstance(v, ShardOfTensor)} | small
+    with show_faces(root, meta_parameter):  # buffers, metrics, extra state; no parameters
+        (load_state_dict or root.module.load_state_dict)(others, strict=False)
 
 
 @torch.no_grad()

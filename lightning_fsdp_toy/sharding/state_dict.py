@@ -28,13 +28,14 @@ __all__ = [
     "full_shapes",
     "load_model_state",
     "load_optimizer_state",
+    "meta_parameter",
     "shard_optimizer_state",
 ]
 
 
 def full_shapes(root: RootState) -> Any:
     """Context in which modules show meta parameters of the original shapes (for counting)."""
-    return show_faces(root, _meta_parameter)
+    return show_faces(root, meta_parameter)
 
 
 def full_model_state(
@@ -101,7 +102,7 @@ def load_model_state(
     loaded: list[tuple[Unit, OriginalParameter, Tensor]] = []
     # An override without `assign` copies instead, into parameters that must then have memory.
     assigns = "assign" in inspect.signature(load).parameters
-    face, options = (_meta_parameter, {"assign": True}) if assigns else (_empty_parameter, {})
+    face, options = (meta_parameter, {"assign": True}) if assigns else (_empty_parameter, {})
     try:
         with show_faces(root, face):
             result = load(state, strict=strict, **options)
@@ -210,7 +211,8 @@ def _empty_parameter(original: OriginalParameter) -> nn.Parameter:
     return nn.Parameter(whole, sharded.requires_grad)
 
 
-def _meta_parameter(original: OriginalParameter) -> nn.Parameter:
+def meta_parameter(original: OriginalParameter) -> nn.Parameter:
+    """Return a parameter of the original shape without data."""
     sharded, slot = original.sharded, original.slot
     tensor = torch.empty_strided(slot.shape, slot.stride, dtype=sharded.dtype, device="meta")
     return nn.Parameter(tensor, sharded.requires_grad)

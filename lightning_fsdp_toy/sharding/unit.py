@@ -16,6 +16,7 @@ Note: one step of a unit
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,28 @@ class Unit:
             self.reshard()
         return used
 
+    def _copy_into_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """Keep views of the buffer, which will lose its memory, out of state dicts."""
+        if self.flat.is_whole:
+            return
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            if value is None or param is None or value is param:  # the last: `keep_vars=True`
+                continue
+            if not self.flat.holds(param):
+                continue
+            if self.flat.is_unsharded:
+                state[prefix + name] = value.clone()
+            else:
+                warnings.warn(
+                    "state_dict() of a sharded module holds only this rank's 1D pieces. Call it "
+                    "inside `unsharded(module)`, or use `full_state_dict(module)`.",
+                    stacklevel=2,
+                )
+                return
+
     # -- shared ---------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -207,6 +230,9 @@ class Unit:
             collect = partial(_collect, weakref.ref(self), index)
             add(original.unsharded.register_post_accumulate_grad_hook(collect))
             original.unsharded.requires_grad_(is_trainable)
+        for home in inner:
+            hook = partial(self._copy_into_state_dict)  # torch sets an attribute on it
+            add(home.register_state_dict_post_hook(hook))
         inner.pop(module, None)
         for home, originals in inner.items():
             hook = partial(self._pre_inner, originals)
