@@ -91,14 +91,13 @@ class OriginalParameter:
             module._parameters[name] = self.unsharded
 
     def show_sharded(self) -> None:
-        """Put the sharded face into the modules.
-
-        Raises:
-            RuntimeError: the unsharded face was edited where the edit would be lost.
-        """
+        """Put the sharded face into the modules."""
         self.sync_requires_grad()
         for module, name in self.homes:
             module._parameters[name] = self.sharded
+
+    def refuse_edits(self) -> None:
+        """Raise if the unsharded face was edited where the edit would be lost."""
         if not self.is_whole and self.unsharded._version != self._version:
             self.remember_version()
             raise RuntimeError(

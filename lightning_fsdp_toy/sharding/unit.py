@@ -90,6 +90,9 @@ class Unit:
         if self.num_active == 0 and self.flat.is_unsharded and not self.root.keeps_unsharded(self):
             self.reshard()
         self.root.exit_forward()
+        if self.num_pins == 0:
+            for original in self.flat.originals:
+                original.refuse_edits()
 
     def _hook_outputs(self, output: Any, end: int, forward_pass: ForwardPass) -> None:
         """Unshard as soon as backward reaches an output: the early trigger, not the only one."""

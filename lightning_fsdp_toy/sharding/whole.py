@@ -47,21 +47,21 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
 def show_faces(
     root: RootState, face: Callable[[OriginalParameter], nn.Parameter]
 ) -> Iterator[None]:
-    """Put other parameters into the modules for a while; the model must be at rest."""
+    """Put other parameters into the modules for a while, between steps."""
     homes = [
-        (module, name, original)
+        (module, name, original, module._parameters[name])
         for unit in root.units
         for original in unit.flat.originals
         for module, name in original.homes
     ]
-    faces = {original: face(original) for _, _, original in homes}
-    for module, name, original in homes:
+    faces = {original: face(original) for _, _, original, _ in homes}
+    for module, name, original, _ in homes:
         module._parameters[name] = faces[original]
     try:
         yield
     finally:
-        for module, name, original in homes:
-            module._parameters[name] = original.sharded
+        for module, name, _, before in homes:
+            module._parameters[name] = before
 
 
 def restore(root: RootState) -> None:

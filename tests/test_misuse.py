@@ -1,0 +1,263 @@
+"""What would go wrong without a word after sharding is right, or refused by name."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from lightning_fsdp_toy.sharding import (
+    full_state_dict,
+    fully_shard,
+    get_root,
+    unsharded,
+)
+from tests.core_helpers import Block, Stack, assert_equal, full_gradients, full_parameters
+from tests.ranks import run_ranks
+
+
+def _x():
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _other_expert():
+    model = nn.Module()
+    model.inp = nn.Linear(5, 7)
+    model.experts = nn.ModuleList(Block() for _ in range(2))
+    fully_shard(model)
+    model.experts[dist.get_rank()](model.inp(_x()))
+
+
+def test_ranks_that_run_equal_units_in_another_order_do_not_swap_weights():
+    with pytest.raises(Exception, match=r"all-gather of unit `experts\.\d` failed: .*Timed out"):
+        run_ranks(_other_expert, 2, timeout=9)
+
+
+def _gradient_outside_forward():
+    model = fully_shard(Stack())
+    penalty = sum(p.pow(2).sum() for p in model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"gradient flows into a piece of parameter `.*unsharded"
+    ):
+        penalty.backward()
+    with unsharded(model):
+        penalty = sum(p.pow(2).sum() for p in model.parameters())
+    penalty.backward()
+    grads, weights = full_gradients(model), full_parameters(model)
+    for name, value in weights.items():
+        torch.testing.assert_close(grads[name], 2 * value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_penalties_on_weights_need_whole_weights(world_size):
+    run_ranks(_gradient_outside_forward, world_size)
+
+
+def _edits_inside_forward():
+    model = nn.Sequential(nn.Embedding(9, 5, max_norm=0.1), nn.Linear(5, 3))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"`0\.weight` was changed in place inside forward"):
+        model(torch.arange(9))
+
+
+def test_edits_that_would_reach_one_rank_only_are_refused():
+    run_ranks(_edits_inside_forward, 2)
+
+
+def _edits_in_every_way():
+    model = fully_shard(Stack())
+    with unsharded(model), torch.no_grad():
+        model.inp.weight.fill_(1.0)
+        model.head.weight.data = torch.full((3, 7), 2.0)
+        model.blocks[0].up.bias = nn.Parameter(torch.full((13,), 3.0))
+        nn.utils.vector_to_parameters(torch.full((7,), 4.0), [model.blocks[1].norm.bias])
+    with unsharded(model, writeback=False), torch.no_grad():
+        model.head.bias.fill_(5.0)
+    weights = full_parameters(model)
+    assert (weights["inp.weight"] == 1).all()
+    assert (weights["head.weight"] == 2).all()
+    assert (weights["blocks.0.up.bias"] == 3).all()
+    assert (weights["blocks.1.norm.bias"] == 4).all()
+    assert not (weights["head.bias"] == 5).any()
+    model(_x()).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_edits_inside_unsharded_are_kept_on_all_ranks(world_size):
+    run_ranks(_edits_in_every_way, world_size)
+
+
+def _replaced_and_cached():
+    model = Stack()
+    cached = model.inp.weight
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"the object that was parameter `inp\.weight`"):
+        cached.sum().backward()
+    with pytest.raises(RuntimeError, match=r"was replaced by another object"):
+        functional_call(model, {"inp.bias": torch.zeros(7)}, (_x(),))
+
+
+def test_replaced_and_cached_parameters_are_refused():
+    run_ranks(_replaced_and_cached, 2)
+
+
+def _hooks_move():
+    torch.manual_seed(0)
+    model = Stack()
+    reference = copy.deepcopy(model)
+    for module in (model, reference):
+        module.inp.weight.register_hook(lambda grad: 3 * grad)
+    fully_shard(model)
+    for rank in range(2):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+        (reference(x).sum() / 2).backward()
+    model(_x()).sum().backward()
+    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
+
+
+def test_hooks_on_parameters_move_with_them():
+    run_ranks(_hooks_move, 2)
+
+
+def _frozen_inside_forward():
+    class Toggling(Stack):
+        def forward(self, x):
+            self.head.requires_grad_(False)
+            return super().forward(x)
+
+    model = fully_shard(Toggling())
+    model(_x()).sum().backward()
+    grads = full_gradients(model)
+    assert grads["head.weight"] is None
+    assert grads["inp.weight"] is not None
+    assert not any(p.requires_grad for p in model.head.parameters())
+
+
+def test_freezing_inside_forward_holds():
+    run_ranks(_frozen_inside_forward, 2)
+
+
+def _backward_after_a_failed_one():
+    model = fully_shard(Stack())
+    out = model(_x())
+    out.register_hook(_fail_once)
+    with pytest.raises(KeyError):
+        out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    assert all(grad is not None for grad in full_gradients(model).values())
+
+
+_calls = []
+
+
+def _fail_once(_):
+    _calls.append(1)
+    if len(_calls) == 1:
+        raise KeyError("inside backward")
+
+
+def test_a_backward_after_one_that_raised_gives_gradients():
+    run_ranks(_backward_after_a_failed_one, 2)
+
+
+def _interrupted():
+    model = fully_shard(Stack())
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(_x())
+    handle.remove()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    expected = full_parameters(model)
+    reference = Stack()
+    reference.load_state_dict(expected)
+    with torch.no_grad():
+        assert torch.equal(model(_x()), reference(_x()))
+    assert get_root(model).memory.unsharded_bytes == 0
+
+
+def test_weights_are_current_after_an_interrupted_forward():
+    run_ranks(_interrupted, 2)
+
+
+def _state_dicts():
+    torch.manual_seed(0)
+    model = Stack()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    fully_shard(model)
+    with unsharded(model):
+        inside = model.state_dict()
+        part = model.blocks.state_dict()
+    assert_equal(inside, expected)
+    assert torch.equal(part["0.up.weight"], expected["blocks.0.up.weight"])
+    with pytest.warns(UserWarning, match="only this rank's 1D pieces"):
+        model.state_dict()
+    full = full_state_dict(model)
+    assert_equal(full, expected if dist.get_rank() == 0 else {})
+
+
+def test_state_dicts_hold_whole_weights_or_warn():
+    run_ranks(_state_dicts, 2)
+
+
+def _dropped():
+    model = fully_shard(Stack())
+    model(_x()).sum().backward()
+    ref = weakref.ref(get_root(model))
+    del model
+    gc.collect()
+    return ref() is None
+
+
+def test_a_dropped_model_is_collected():
+    assert run_ranks(_dropped, 2) == [True, True]
+
+
+def _shared_by_two_units():
+    torch.manual_seed(0)
+    shared = nn.Linear(7, 7)
+
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(Block(), shared) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Sharing()
+    reference = copy.deepcopy(model)
+    fully_shard(model, auto_wrap_policy=["Sequential"])
+    x = torch.randn(4, 7)
+    reference(x).sum().backward()
+    model(x).sum().backward()
+    grads = full_gradients(model)
+    for name, param in reference.named_parameters():
+        assert torch.equal(grads[name], param.grad), name
+
+
+def test_a_module_shared_by_two_units_has_one_gradient():
+    run_ranks(_shared_by_two_units, 2)
+
+
+def _create_graph_outside_forward():
+    model = fully_shard(Stack())
+    x = _x().requires_grad_()
+    out = model(x)
+    with pytest.raises(RuntimeError, match="create_graph=True outside forward"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_create_graph_outside_forward_names_the_remedy():
+    run_ranks(_create_graph_outside_forward, 2)
