@@ -1,4 +1,4 @@
-"""From a composed config to a finished job: checks it, starts its ranks, runs its task.
+"""From a composed config to a finished job: starts its ranks, runs its task.
 
 Note: who starts the ranks.
 `python train.py` starts them itself, also for `devices=1`: each job of a sweep gets fresh
@@ -19,47 +19,32 @@ from typing import Any
 import hydra
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_fsdp_toy.handover import given_ranks, hand_over, layout, receive
-from lightning_fsdp_toy.logs import log_files, log_to_files, set_up_logging
-from lightning_fsdp_toy.messages import describe_config_error, one_line
-from lightning_fsdp_toy.processes import RankError, redirect_output, run_ranks
-from lightning_fsdp_toy.tasks import Build, Job
-from lightning_fsdp_toy.tasks.checks import (
-    absolute_paths,
-    check_devices,
-    check_job,
-    choose_accelerator,
+from lightning_fsdp_toy.handover import given_ranks, hand_over, receive
+from lightning_fsdp_toy.jobs import (
+    BAD_INPUT,
+    JobError,
+    check_grid,
+    check_single,
+    make_build,
+    make_job,
 )
+from lightning_fsdp_toy.logs import log_files, log_to_files, set_up_logging
+from lightning_fsdp_toy.messages import describe_config_error, describe_group_error, one_line
+from lightning_fsdp_toy.processes import RankError, redirect_output, run_ranks
+from lightning_fsdp_toy.tasks import Job
 
 __all__ = ["CheckBeforeRun", "cli", "launch"]
 
 logger = logging.getLogger(__name__)
 
 _WANTS_TRACES = os.environ.get("HYDRA_FULL_ERROR") == "1"
-_BAD_INPUT = 2  # exit code
-
-
-class JobError(RuntimeError):
-    """A job failed; the message is the line for the user.
-
-    Args:
-        message: What happened and what to do.
-        exit_code: What the program should end with.
-        trace: Traceback of the rank that failed, if it is of use to the reader.
-    """
-
-    def __init__(self, message: str, exit_code: int = 1, trace: str = "") -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -113,71 +98,6 @@ def launch(cfg: DictConfig) -> float | None:
     return metric
 
 
-def make_job(cfg: DictConfig, run_dir: str | None = None) -> Job:
-    """Resolve and check a composed config.
-
-    Raises:
-        JobError: A line that names the key and the remedy.
-    """
-    given = given_ranks()
-    try:
-        cfg = cfg.copy()
-        with open_dict(cfg):
-            if run_dir is not None:
-                cfg.run_dir = run_dir
-            if given is not None:
-                cfg.devices, cfg.num_nodes = layout(given)
-            check_devices({"devices": cfg.devices, "num_nodes": cfg.num_nodes})
-            if cfg.num_nodes > 1 and given is None:
-                raise ValueError(
-                    f"`num_nodes={cfg.num_nodes}`: start one process per rank on every machine "
-                    "with torchrun or SLURM, such as `torchrun --nnodes=2 --nproc-per-node=8 "
-                    "train.py`; alone, `train.py` starts ranks on its own machine only"
-                )
-            cfg.accelerator = choose_accelerator(str(cfg.accelerator), cfg.devices)
-            cfg.world_size = cfg.devices * cfg.num_nodes
-        config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        is_hydra = HydraConfig.initialized()
-        absolute_paths(config, HydraConfig.get().runtime.cwd if is_hydra else os.getcwd())
-        choices = dict(HydraConfig.get().runtime.choices) if is_hydra else {}
-        for group in ("task", "strategy"):
-            node = config[group]
-            name = node if isinstance(node, str) else node["_target_"].rpartition(".")[2]
-            choices.setdefault(group, name)
-        job = Job(config, choices, config["run_dir"])
-        check_job(job, make_build(config))
-    except (ValueError, OmegaConfBaseException) as error:
-        text = describe_config_error(error, ()) if isinstance(error, OmegaConfBaseException) else ""
-        raise JobError(text or one_line(error), _BAD_INPUT) from error
-    return job
-
-
-def make_build(config: dict[str, Any]) -> Build:
-    """Return the function that makes the object that `config` describes under a dotted key."""
-
-    def build(key: str, **extra: Any) -> Any:
-        node: Any = config
-        for name in key.split("."):
-            node = node[name]
-        try:
-            if not extra:
-                return hydra.utils.instantiate(node, _convert_="all")
-            # Not as arguments of `instantiate`: it would copy the model.
-            return hydra.utils.instantiate(node, _convert_="all", _partial_=True)(**extra)
-        except InstantiationException as error:
-            cause = error.__cause__ or error
-        except (TypeError, ValueError) as error:
-            cause = error
-        if not isinstance(
-            cause, TypeError | ValueError | MisconfigurationException | InstantiationException
-        ):
-            raise cause
-        text = one_line(str(cause).split("\nfull_key")[0])
-        raise ValueError(text if f"`{key}." in text else f"`{key}`: {text}") from cause
-
-    return build
-
-
 def run_job(start: _Start) -> float | None:
     """Run a job's task on this rank."""
     job = start.job
@@ -199,7 +119,7 @@ def _follow(given: ClusterEnvironment) -> int:
     """Run what rank 0 hands over; return the exit code."""
     start, log_dir = receive(given)
     if start is None:
-        return _BAD_INPUT  # rank 0 has said why
+        return BAD_INPUT  # rank 0 has said why
     terminal = os.fdopen(os.dup(2), "w")
     redirect_output(log_dir, given.global_rank())
     try:
@@ -214,23 +134,23 @@ def _follow(given: ClusterEnvironment) -> int:
 
 
 class CheckBeforeRun(Callback):
-    """Hydra callback: refuses a config that cannot run before the run dir exists."""
+    """Hydra callback: refuses a config that cannot run before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the config of a single run; each job of a sweep is checked when it starts."""
-        hydra_config = HydraConfig.instance()
-        before = hydra_config.cfg
-        hydra_config.set_config(config)
+        """Check the config of a single run."""
+        self._check(check_single, config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check all jobs of a grid before the first one starts."""
+        self._check(check_grid, config)
+
+    @staticmethod
+    def _check(check: Callable[[DictConfig], None], config: DictConfig) -> None:
         try:
-            cfg = config.copy()
-            with open_dict(cfg):
-                del cfg["hydra"]
-            make_job(cfg, run_dir="")
+            check(config)
         except JobError as error:
             # Not an `Exception`: Hydra would turn that into a warning.
             raise SystemExit(_report(error)) from None
-        finally:
-            hydra_config.cfg = before
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -270,12 +190,22 @@ def cli(main: Callable[[], Any], config_dir: Path) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         message = describe_config_error(error, _known_keys(config_dir))
         trace = traceback.format_exc() if _WANTS_TRACES else ""
-        exit_code = _report(JobError(message, _BAD_INPUT, trace))
+        exit_code = _report(JobError(message, BAD_INPUT, trace))
+    except (ValueError, OSError) as error:
+        # Hydra lets these through: a group set to no option, a folder that cannot be made.
+        message = describe_group_error(sys.argv[1:], config_dir) or one_line(error)
+        if isinstance(error, OSError) and error.filename:
+            message = (
+                f"cannot use {error.filename!r}: {error.strerror}; check `hydra.run.dir` (of a "
+                "sweep `hydra.sweep.dir`)"
+            )
+        trace = traceback.format_exc() if _WANTS_TRACES else ""
+        exit_code = _report(JobError(message, BAD_INPUT, trace))
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before
-    if exit_code == _BAD_INPUT and given is not None:
+    if exit_code == BAD_INPUT and given is not None:
         hand_over(given, (None, ""))
     sys.exit(exit_code)
 

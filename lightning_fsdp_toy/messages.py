@@ -2,14 +2,41 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["describe_config_error", "describe_unknown_key", "one_line"]
+__all__ = [
+    "describe_config_error",
+    "describe_group_error",
+    "describe_unknown_key",
+    "naming",
+    "one_line",
+]
 
 
 def one_line(text: object) -> str:
     """Join the lines of `text`; line breaks and runs of blanks become one blank."""
     return " ".join(str(text).split())
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Turn whatever is raised inside into a `ValueError` of one line that names `key`.
+
+    What a config names is anybody's code, and may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_wrapped = type(error).__name__ == "InstantiationException" and error.__cause__
+        cause = error.__cause__ if is_wrapped else error
+        text = one_line(str(cause).split("\nfull_key")[0])
+        known = ("ValueError", "TypeError", "MisconfigurationException", "InstantiationException")
+        if type(cause).__name__ not in known:
+            text = f"{type(cause).__name__}: {text}"
+        is_named = f"`{key}." in text or f"`{key}=" in text or f"`{key}`" in text
+        raise ValueError(text if is_named else f"`{key}`: {text}") from cause
 
 
 def describe_config_error(error: Exception, keys: Iterable[str]) -> str:
@@ -35,6 +62,22 @@ def describe_config_error(error: Exception, keys: Iterable[str]) -> str:
     return f"`{override}`: {text}" if override and override not in text else text
 
 
+def describe_group_error(overrides: Iterable[str], config_dir: Path) -> str:
+    """Say which override gives a group something that is no option; empty if none does."""
+    for override in overrides:
+        group, sign, value = override.partition("=")
+        folder = config_dir / group
+        if not sign or override.startswith("-"):
+            continue
+        if not group:
+            return f"`{override}`: no key before `=`; write `key=value`"
+        if folder.is_dir() and not (folder / f"{value}.yaml").is_file():
+            options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+            none = f"; for none write `~{group}`" if group in ("logger", "callbacks") else ""
+            return f"`{override}`: no such option; `{group}` can be {options}{none}"
+    return ""
+
+
 def describe_unknown_key(key: str, keys: Iterable[str]) -> str:
     """Say that `key` does not exist, and which one was probably meant.
 
@@ -43,7 +86,7 @@ def describe_unknown_key(key: str, keys: Iterable[str]) -> str:
     """
     keys = [known for known in keys if not key.startswith(f"{known}.")]
     if key in keys:
-        return f"`{key}` is null, and Hydra deletes no key that is null: set it instead"
+        return f"`{key}` is null, and Hydra deletes no key that is null: leave it, or set it"
     parent, _, leaf = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     near = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, n=1)]

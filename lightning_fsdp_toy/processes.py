@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _BLAME_GRACE_S = 1.0  # how long a rank that lost its peer waits for that peer's death to be seen
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "recvValue failed")
-_PRELOADED = ["lightning_fsdp_toy.launch", "lightning_fsdp_toy.tasks.fit"]
+PRELOADED = ["lightning_fsdp_toy.launch", "lightning_fsdp_toy.tasks.fit"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -111,7 +111,7 @@ def run_ranks(
         RankError: A rank failed; all others have ended.
         SystemExit: 128 + the signal's number, if this process was told to stop.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)  # too late if `train.py` has done it
+    multiprocessing.set_forkserver_preload(PRELOADED)  # too late if `train.py` has done it
     os.makedirs(log_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lightning_fsdp_toy_") as error_dir:
         config = LaunchConfig(

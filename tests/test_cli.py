@@ -20,7 +20,7 @@ TINY = (
     "data.seq_len=16",
     "model.d_model=16",
     "model.num_layers=2",
-    "trainer.limit_val_batches=1",
+    "data.val_batches=4",
     "trainer.val_check_interval=1000",
 )  # small enough that starting takes longer than training
 
@@ -160,6 +160,9 @@ def test_torchrun_ranks_are_used_and_share_one_run_dir(tmp_path: Path) -> None:
         ("task=verify", "`task=verify`: no such option; `task` can be fit"),
         ("trainer.max_step=3", "unknown key `trainer.max_step`: did you mean `trainer.max_steps`?"),
         ("devices=0", "`devices=0`: expected a whole number of at least 1"),
+        ("logger=null", "`logger` can be csv, tensorboard; for none write `~logger`"),
+        ("-m devices=1 data.batch_size=2,0", "job 1 of the sweep: `data.batch_size` must be at"),
+        ("hydra.run.dir=/proc/x", "cannot use '/proc/x': No such file or directory; check `hydra"),
     ],
 )
 def test_bad_input_is_one_line_on_the_terminal(tmp_path: Path, args: str, message: str) -> None:

@@ -147,6 +147,14 @@ def test_validation_has_16_micro_batches_or_a_multiple_of_the_ranks(text_file) -
     assert val(5, 4) == (4, 1)
 
 
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 8), (2, 8), (4, 8), (3, 6)])
+def test_validation_takes_as_many_micro_batches_on_any_number_of_ranks(
+    world_size: int, expected: int
+) -> None:
+    data = SyntheticDataModule(vocab_size=9, batch_size=2, seq_len=4, val_batches=8)
+    assert len(attach(data, world_size).val_dataloader()) * world_size == expected
+
+
 def test_fixed_batch_is_the_same_everywhere() -> None:
     def make() -> MicroBatchDataModule:
         return SyntheticDataModule(99, batch_size=2, seq_len=4, num_batches=8, fixed_batch=True)

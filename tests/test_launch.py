@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
+import train
 from lightning_fsdp_toy.handover import given_ranks
-from lightning_fsdp_toy.processes import RankError, run_ranks
+from lightning_fsdp_toy.processes import PRELOADED, RankError, run_ranks
 
 
 def describe(*names: str) -> dict[str, Any]:
@@ -214,6 +215,22 @@ def test_ranks_of_torchrun_and_slurm_are_recognised(monkeypatch: pytest.MonkeyPa
     given = given_ranks()
     assert isinstance(given, TorchElasticEnvironment)
     assert given.global_rank() == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ("devices=4 model=transformer", True),
+        ("-m devices=1,2", True),
+        ("trainer.max_step=3", False),
+        ("model=null", False),
+        ("devices=0", False),
+        ("--help", False),
+    ],
+)
+def test_fork_server_starts_for_runnable_configs_only(args: str, expected: bool) -> None:
+    assert train.is_runnable(args.split()) == expected
+    assert train.PRELOADED == PRELOADED
 
 
 def test_errors_survive_json(tmp_path: Path) -> None:

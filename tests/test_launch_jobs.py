@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fsdp_toy import ToyFSDPStrategy
-from lightning_fsdp_toy.launch import JobError, launch
+from lightning_fsdp_toy.jobs import JobError
+from lightning_fsdp_toy.launch import launch
 from lightning_fsdp_toy.messages import describe_unknown_key
 from lightning_fsdp_toy.monitors import count_tensor_bytes
 from lightning_fsdp_toy.tasks import Build, Job
@@ -27,7 +28,7 @@ TINY = [
     "data.seq_len=16",
     "model.d_model=16",
     "model.num_layers=2",
-    "trainer.limit_val_batches=1",
+    "data.val_batches=4",
     "trainer.val_check_interval=1000",
     "accelerator=cpu",
     "lit_module.schedule=constant",
@@ -115,6 +116,46 @@ def test_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> No
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_finished_run_cannot_be_resumed(tmp_path: Path) -> None:
+    launch(compose(tmp_path / "run", "trainer.max_steps=2", "strategy=ddp", "devices=1"))
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    resume = (f"ckpt_path={last}", "strategy=ddp", "devices=1")
+    with pytest.raises(JobError, match=r"already at step 2 of `trainer.max_steps=2`: raise it"):
+        launch(compose(tmp_path / "again", *resume, "trainer.max_steps=2"))
+    more = (*resume, "trainer.max_steps=3")
+    with pytest.raises(JobError, match=r"net\S+ is \(.*, .* and \d+ more; use the `model` options"):
+        launch(compose(tmp_path / "again", *more, "model.d_model=32"))
+    bad = {
+        "cut.ckpt": last.read_bytes()[:-999],
+        "text.ckpt": b"no checkpoint at all",
+        "folder.ckpt": None,
+        "other.ckpt": {"state_dict": {}},
+    }
+    for name, content in bad.items():
+        path = tmp_path / name
+        if content is None:
+            path.mkdir()
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        with pytest.raises(
+            JobError, match=rf"`ckpt_path=\S+{name}` is (a folder but )?no "
+        ) as caught:
+            launch(compose(tmp_path / "again", *more, f"ckpt_path={path}"))
+        assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert not (tmp_path / "again").exists()
+
+
+def test_bar_checkpoints_and_loggers_can_be_left_out(tmp_path: Path) -> None:
+    off = ("trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "~logger")
+    launch(compose(tmp_path, "trainer.max_steps=1", "strategy=ddp", "devices=1", *off))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "summary.json"]
+    plain = ("~callbacks", "~logger", "strategy=single", "trainer.max_steps=1", "devices=1")
+    launch(compose(tmp_path / "plain", *plain))
+    assert (tmp_path / "plain" / "checkpoints" / "last.ckpt").is_file()
+
+
 class StopOnce(Callback):
     """Ends rank 1 hard in step 3 of the first attempt."""
 
@@ -192,7 +233,35 @@ BAD_INPUT = {
     "model.nhead=3": "`model`: ",
     "model.vocab_size=65": "`model.vocab_size=65` is too small for the 256 different tokens",
     "optimizer.lr=-1": "`optimizer`: ",
-    "+optimizer.momentun=1": "`optimizer`: ",
+    "+optimizer.momentun=1": "`optimizer.momentun`: AdamW takes no argument momentun; it takes",
+    "optimizer.lr=abc": "`optimizer.lr=abc`: expected a number",
+    "optimizer._target_=torch.optim.Nope": "`optimizer._target_=torch.optim.Nope`: there is no",
+    "optimizer._target_=torch.optim.LBFGS": "remove it with `~optimizer.betas ~optimizer.eps ~opt",
+    "data.batch_size=x": "`data.batch_size=x`: expected a whole number",
+    "data.batch_size=2.5": "`data.batch_size=2.5`: expected a whole number",
+    "data.files=3": "`data.files`: expected a path, a glob or a list of them, got 3",
+    "data.val_batches=1": "`data.val_batches`=1 is fewer than the 2 ranks",
+    "ckpt_path=3": "`ckpt_path=3` does not exist",
+    "precision=16-mixed": "`precision=16-mixed` needs a GPU: use `precision=bf16-mixed`",
+    "precision=bf16-true": "does not support `precision='bf16-true'`. Use precision=",
+    "trainer.accumulate_grad_batches=0": "`trainer.accumulate_grad_batches=0`: expected at least",
+    "trainer.gradient_clip_val=-1": "`trainer.gradient_clip_val=-1`: expected a number of at least",
+    "trainer.deterministic=foo": "`trainer.deterministic=foo`: expected true or false or 'warn'",
+    "trainer.val_check_interval=0": "`trainer.val_check_interval=0`: expected a number above 0",
+    "trainer.barebones=true": "`trainer.barebones=true` leaves out the metrics",
+    "+trainer.strategy=ddp": "unknown key `trainer.strategy`: use `strategy`",
+    "task.evaluate_before_fit=foo": "`task.evaluate_before_fit=foo`: expected true or false",
+    "strategy.timeout.minutes=0": "`strategy.timeout=0:00:00`: expected a time above 0",
+    "strategy.timeout=3": "`strategy.timeout=3`: expected timedelta",
+    "strategy.process_group_backend=foo": "`strategy.process_group_backend=foo` is unknown: choose",
+    "strategy.allow_optimizers=[foo]": "`strategy.allow_optimizers`: 'foo' is no optimizer class",
+    "strategy=fsdp strategy.sharding_strategy=FOO": "`strategy`: ",
+    "strategy=fsdp strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy`: names 'Blok'",
+    "strategy=fsdp strategy.timeout=3": "`strategy.timeout=3`: expected a time above 0",
+    "world_size=7": "`world_size=7` is computed: leave it out and set `devices`, `num_nodes`",
+    "~optimizer": "`optimizer` is null or missing",
+    "+foo=1": "unknown key `foo`: keys are accelerator",
+    "+device=1": "unknown key `device`: did you mean `devices`?",
     "strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy`: names 'Blok'",
     "strategy.sharding_strategy=HALF": "`strategy`: `sharding_strategy`",
     "lit_module.schedule=linear": "`lit_module`: `schedule`",

@@ -46,3 +46,6 @@ def test_final_weights_do_not_depend_on_the_number_of_ranks(tmp_path, optimizer)
     assert_equal(_weights(runs[2]), expected)
     assert_equal(_weights(runs[4]), expected)
     assert read_scalars(runs[2], "train/loss") == read_scalars(runs[1], "train/loss")
+    val = {ranks: read_scalars(run, "val/loss")[-1] for ranks, run in runs.items()}
+    assert val[2] == pytest.approx(val[1], rel=1e-6)  # a sum in another order
+    assert val[4] == pytest.approx(val[1], rel=1e-6)

@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,13 @@ def resolve_files(files: str | os.PathLike[str] | Sequence[str] | None) -> list[
         if not paths:
             raise ValueError("`data.files` is null and Python's sources are not here: name files")
         return paths
-    patterns = [files] if isinstance(files, str | os.PathLike) else list(files)
+    is_list = isinstance(files, Sequence) and not isinstance(files, str)
+    patterns: list[Any] = list(files) if is_list else [files]  # type: ignore[arg-type]
+    for each in patterns:
+        if not isinstance(each, str | os.PathLike):
+            raise ValueError(
+                f"`data.files`: expected a path, a glob or a list of them, got {each!r}"
+            )
     if not patterns:
         raise ValueError("`data.files` is an empty list: name a file, or use null for the default")
     paths = []

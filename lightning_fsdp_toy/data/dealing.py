@@ -44,6 +44,7 @@ class MicroBatchSampler(DistributedSampler[int]):
         shuffle: Whether each epoch has its own order.
         seed: Decides the orders, with the epoch.
         position: Called when an epoch starts: how many micro-batches this rank has had of it.
+        limit: Micro-batches of an epoch at most, all ranks together; None for all there are.
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class MicroBatchSampler(DistributedSampler[int]):
         shuffle: bool = False,
         seed: int = 0,
         position: Callable[[], int] = lambda: 0,
+        limit: int | None = None,
     ) -> None:
         super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=True)
         self.batch_size = batch_size
         self.position = position
         self.num_dataset_samples = len(dataset)  # type: ignore[arg-type]
         num_micro_batches = self.num_dataset_samples // batch_size // multiple * multiple
+        if limit is not None:
+            num_micro_batches = min(num_micro_batches, limit // world_size * world_size)
         self.total_size = num_micro_batches * batch_size
         self.num_samples = self.total_size // world_size  # of this rank, what len() returns
 

@@ -20,8 +20,10 @@ _EVAL_MULTIPLE = 16  # evaluation takes a multiple of this many micro-batches: s
 
 
 def check_at_least(minimum: int, **values: int) -> None:
-    """Refuse values of `data.<name>` below `minimum`."""
+    """Refuse values of `data.<name>` that are no whole number or are below `minimum`."""
     for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"`data.{name}` must be a whole number, got {value!r}")
         if value < minimum:
             raise ValueError(f"`data.{name}` must be at least {minimum}, got {value}")
 
@@ -38,12 +40,17 @@ class MicroBatchDataModule(L.LightningDataModule):
     vocab_size: int
     shuffle = True
 
-    def __init__(self, batch_size: int, seq_len: int, seed: int, num_workers: int) -> None:
+    def __init__(
+        self, batch_size: int, seq_len: int, val_batches: int | None, seed: int, num_workers: int
+    ) -> None:
         super().__init__()
         check_at_least(1, batch_size=batch_size, seq_len=seq_len)
+        if val_batches is not None:
+            check_at_least(1, val_batches=val_batches)
         check_at_least(0, num_workers=num_workers)
         self.batch_size = batch_size
         self.seq_len = seq_len
+        self.val_batches = val_batches
         self.seed = seed
         self.num_workers = num_workers
 
@@ -65,7 +72,8 @@ class MicroBatchDataModule(L.LightningDataModule):
         """Return this rank's validation micro-batches, as many on every rank.
 
         Together they are a multiple of 16, and so the same on 1, 2, 4, 8 and 16 ranks, unless
-        there are fewer than 16 samples. Few samples make the micro-batches smaller.
+        there are fewer than 16 samples. Few samples make the micro-batches smaller. At most
+        `val_batches` are taken, all ranks together.
         """
         num_samples, world_size = len(self.val_set), self._world_size()  # type: ignore[arg-type]
         if num_samples < world_size:
@@ -73,10 +81,15 @@ class MicroBatchDataModule(L.LightningDataModule):
                 f"validation has {num_samples} samples of `data.seq_len`={self.seq_len} tokens for"
                 f" {world_size} ranks: raise `data.val_fraction` or give more data"
             )
+        if self.val_batches is not None and self.val_batches < world_size:
+            raise ValueError(
+                f"`data.val_batches`={self.val_batches} is fewer than the {world_size} ranks, each"
+                f" of which validates on as many: use `data.val_batches={world_size}` or more"
+            )
         multiple = math.lcm(_EVAL_MULTIPLE, world_size)
         multiple = multiple if num_samples >= multiple else world_size
         batch_size = min(self.batch_size, num_samples // multiple)
-        return self._loader(self.val_set, batch_size, multiple, False, lambda: 0)
+        return self._loader(self.val_set, batch_size, multiple, False, lambda: 0, self.val_batches)
 
     def test_dataloader(self) -> MicroBatchLoader:
         """Return the validation micro-batches."""
@@ -106,6 +119,7 @@ class MicroBatchDataModule(L.LightningDataModule):
         multiple: int,
         shuffle: bool,
         position: Callable[[], int],
+        limit: int | None = None,
     ) -> MicroBatchLoader:
         sampler = MicroBatchSampler(
             dataset,
@@ -116,6 +130,7 @@ class MicroBatchDataModule(L.LightningDataModule):
             shuffle=shuffle,
             seed=self.seed,
             position=position,
+            limit=limit,
         )
         return MicroBatchLoader(
             dataset,
@@ -139,6 +154,8 @@ class TextDataModule(MicroBatchDataModule):
         seq_len: Tokens in a window.
         val_fraction: Part of each file that is kept for validation, between 0 and 1.
         max_bytes: Files are read in order until this many bytes.
+        val_batches: Micro-batches of a validation at most, all ranks together; cut to a multiple
+            of the ranks. None for all.
         seed: Decides the order of the training windows in each epoch.
         num_workers: Processes per rank that load ahead; 0 loads in the rank itself.
 
@@ -153,14 +170,15 @@ class TextDataModule(MicroBatchDataModule):
         files: str | os.PathLike[str] | Sequence[str] | None = None,
         batch_size: int = 8,
         seq_len: int = 128,
-        val_fraction: float = 0.05,
+        val_fraction: float = 0.02,
         max_bytes: int = 2**21,
+        val_batches: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size, seq_len, seed, num_workers)
+        super().__init__(batch_size, seq_len, val_batches, seed, num_workers)
         check_at_least(1, max_bytes=max_bytes)
-        if not 0.0 < val_fraction < 1.0:
+        if not isinstance(val_fraction, int | float) or not 0.0 < val_fraction < 1.0:
             raise ValueError(f"`data.val_fraction` must be between 0 and 1, got {val_fraction}")
         self.val_fraction = val_fraction
         self.max_bytes = max_bytes
@@ -188,6 +206,8 @@ class SyntheticDataModule(MicroBatchDataModule):
         num_batches: Micro-batches in an epoch, all ranks together.
         fixed_batch: Every micro-batch on every rank, validation too, is the same one, which a
             model can learn by heart. Otherwise there is nothing to learn but the training set.
+        val_batches: Micro-batches of a validation at most, all ranks together; cut to a multiple
+            of the ranks. None for all.
         seed: Decides the tokens, and the order of the micro-batches in each epoch.
         num_workers: Processes per rank that load ahead; 0 loads in the rank itself.
 
@@ -202,10 +222,11 @@ class SyntheticDataModule(MicroBatchDataModule):
         seq_len: int = 128,
         num_batches: int = 1024,
         fixed_batch: bool = False,
+        val_batches: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size, seq_len, seed, num_workers)
+        super().__init__(batch_size, seq_len, val_batches, seed, num_workers)
         check_at_least(1, vocab_size=vocab_size, num_batches=num_batches)
         self.vocab_size = vocab_size
         self.num_batches = num_batches

@@ -3,23 +3,28 @@
 Every refusal is a `ValueError` of one line that names the key and what to do instead.
 """
 
+import difflib
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import torch.distributed as dist
 from torch import nn
 
 from lightning_fsdp_toy.data import MicroBatchDataModule
+from lightning_fsdp_toy.messages import naming
 from lightning_fsdp_toy.sharding.policy import select_units
 from lightning_fsdp_toy.tasks import Build, Job
+from lightning_fsdp_toy.tasks.arguments import check_arguments, check_targets, find_target
+from lightning_fsdp_toy.tasks.check_checkpoint import check_checkpoint
 
 __all__ = ["PRECISIONS", "absolute_paths", "check_job", "choose_accelerator"]
 
@@ -29,6 +34,14 @@ PRECISIONS = (
     *("32-true", "16-true", "bf16-true", "64-true", "16-mixed", "bf16-mixed"),
     *("32", "16", "bf16", "64"),  # Lightning's short forms
 )
+KEYS = {  # of conf/train.yaml
+    *("task", "model", "data", "strategy", "optimizer", "trainer", "logger", "callbacks"),
+    *("devices", "num_nodes", "accelerator", "precision", "seed", "ckpt_path"),
+    *("lit_module", "launch", "run_dir", "world_size"),
+}
+_OPTIONAL = {"logger", "callbacks", "ckpt_path"}
+_NOT_OF_TRAINER = {"strategy", "devices", "num_nodes", "accelerator", "precision"}
+_NOT_OF_TRAINER |= {"logger", "callbacks"}
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -102,6 +115,11 @@ def check_job(job: Job, build: Build) -> None:
         ValueError: Names the key and the remedy.
     """
     config = job.config
+    _check_groups(config)
+    find_target(config["task"]["_target_"], "task")  # reads its options from the config
+    for key, node in config.items():
+        if key != "task":
+            check_targets(node, key)
     _check_scalars(config)
     if config["strategy"] == "auto" and config["world_size"] > 1:
         raise ValueError(
@@ -112,18 +130,40 @@ def check_job(job: Job, build: Build) -> None:
     with torch.device("meta"):
         model = build("model")
     _check_sizes(config, data)
-    if isinstance(config["strategy"], dict):
-        _check_wrap_policies(config["strategy"], model)
-        build("strategy")
+    strategy: Any = config["strategy"]
+    if isinstance(strategy, dict):
+        _check_wrap_policies(strategy, model)
+        strategy = build("strategy")
+        _check_strategy(config, strategy)
     make_optimizer = build("optimizer")
-    try:
+    with naming("optimizer"):
         make_optimizer([nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`optimizer`: {error}") from error
-    build("lit_module", model=model, optimizer=make_optimizer)
+    module = build("lit_module", model=model, optimizer=make_optimizer)
     with _quiet():
-        _check_trainer(config)
-    _check_amount_of_data(config, data)
+        _check_trainer(config, strategy)
+    with naming("data"):
+        _check_amount_of_data(config, data)
+    if config["ckpt_path"] is not None:
+        check_checkpoint(config, module)
+
+
+def _check_groups(config: dict[str, Any]) -> None:
+    """Refuse top-level keys that nothing reads, and the lack of those that everything needs."""
+    unknown = sorted(set(config) - KEYS)
+    if unknown:
+        key = unknown[0]
+        near = difflib.get_close_matches(key, KEYS, n=1)
+        remedy = f"did you mean `{near[0]}`?" if near else f"keys are {', '.join(sorted(KEYS))}"
+        raise ValueError(f"unknown key `{key}`: {remedy}")
+    for key in sorted(KEYS - _OPTIONAL):
+        if config.get(key) is None:
+            raise ValueError(f"`{key}` is null or missing: choose an option, such as in conf/")
+    for key in ("task", "model", "data", "optimizer", "lit_module"):
+        if not isinstance(config[key], dict) or "_target_" not in config[key]:
+            raise ValueError(f"`{key}={config[key]}`: expected a config with a `_target_`")
+    for key in ("logger", "callbacks"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"`{key}={config[key]}`: expected named configs, or null for none")
 
 
 def _check_scalars(config: dict[str, Any]) -> None:
@@ -132,24 +172,54 @@ def _check_scalars(config: dict[str, Any]) -> None:
     if precision not in PRECISIONS:
         names = ", ".join(PRECISIONS)
         raise ValueError(f"`precision={precision}` is unknown: choose one of {names}")
+    if precision in ("16", "16-mixed") and config["accelerator"] == "cpu":
+        raise ValueError(
+            f"`precision={precision}` needs a GPU: use `precision=bf16-mixed` or "
+            "`precision=32-true` on CPU"
+        )
     seed = config["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ValueError(f"`seed={seed}`: expected a whole number from 0 to 2**32 - 1")
     path = config["ckpt_path"]
-    if path is not None and not Path(path).exists():
+    if path is not None and not (isinstance(path, str) and Path(path).exists()):
         raise ValueError(f"`ckpt_path={path}` does not exist: check the path, or leave it out")
-    max_steps = config["trainer"].get("max_steps", -1)
-    if not isinstance(max_steps, int) or max_steps < -1 or max_steps == 0:
-        raise ValueError(
-            f"`trainer.max_steps={max_steps}`: expected a whole number of at least 1, "
-            "or -1 to train for `trainer.max_epochs` epochs"
-        )
     for key, minimum in (("num_threads", 1), ("max_restarts", 0), ("shutdown_timeout", 1)):
         value = config["launch"][key]
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ValueError(
                 f"`launch.{key}={value}`: expected a whole number of at least {minimum}"
             )
+    before = config["task"].get("evaluate_before_fit", True)
+    if not isinstance(before, bool):
+        raise ValueError(f"`task.evaluate_before_fit={before}`: expected true or false")
+
+
+def _check_strategy(config: dict[str, Any], strategy: Any) -> None:
+    """Refuse what a strategy would only notice, or not notice, in its ranks."""
+    timeout = getattr(strategy, "_timeout", None)
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ValueError(
+            f"`strategy.timeout={timeout}`: expected a time above 0, such as "
+            "`strategy.timeout.minutes=30`"
+        )
+    for each in getattr(strategy, "allow_optimizers", ()):
+        if not (isinstance(each, type) and issubclass(each, torch.optim.Optimizer)):
+            raise ValueError(
+                f"`strategy.allow_optimizers`: {each!r} is no optimizer class; write each as "
+                "{_target_: hydra.utils.get_class, path: a.b.C}"
+            )
+    backend = config["strategy"].get("process_group_backend")
+    names = [part.rpartition(":")[2] for part in str(backend).split(",")]
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    if backend is not None and not set(names) <= set(known):
+        raise ValueError(
+            f"`strategy.process_group_backend={backend}` is unknown: choose one of "
+            f"{', '.join(known)}, or null to decide by device"
+        )
+    if names == ["nccl"] and config["accelerator"] == "cpu":
+        raise ValueError(
+            "`strategy.process_group_backend=nccl` moves memory of GPUs: use gloo or null on CPU"
+        )
 
 
 def _check_sizes(config: dict[str, Any], data: Any) -> None:
@@ -170,24 +240,57 @@ def _check_sizes(config: dict[str, Any], data: Any) -> None:
 
 
 def _check_wrap_policies(strategy: dict[str, Any], model: nn.Module) -> None:
-    """Refuse classes that the model does not contain; of this project's strategy only."""
-    if not strategy.get("_target_", "").endswith("ToyFSDPStrategy"):
+    """Refuse classes that the model does not contain; of this package's strategies only."""
+    if not str(strategy.get("_target_")).startswith("lightning_fsdp_toy."):
         return
-    for key in ("auto_wrap_policy", "activation_checkpointing_policy"):
-        try:
-            select_units(model, strategy.get(key))
-        except (ValueError, TypeError) as error:
-            message = str(error).removeprefix("`auto_wrap_policy`").strip(" :")
-            raise ValueError(f"`strategy.{key}`: {message}") from error
-
-
-def _check_trainer(config: dict[str, Any]) -> None:
-    """Refuse what the Trainer's constructor refuses; devices and strategy are not its matter."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     try:
-        L.Trainer(**(config["trainer"] | quiet), accelerator="cpu", devices=1)
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        raise ValueError(f"`trainer`: {' '.join(str(error).split())}") from error
+        select_units(model, strategy.get("auto_wrap_policy"))
+    except (ValueError, TypeError) as error:
+        message = str(error).removeprefix("`auto_wrap_policy`").strip(" :")
+        raise ValueError(f"`strategy.auto_wrap_policy`: {message}") from error
+
+
+def _check_trainer(config: dict[str, Any], strategy: Any) -> None:
+    """Refuse what the Trainer's constructor refuses, also of strategy and precision together."""
+    options = config["trainer"]
+    for key in sorted(_NOT_OF_TRAINER & set(options)):
+        raise ValueError(f"unknown key `trainer.{key}`: use `{key}`, a key of the whole config")
+    check_arguments(options, "trainer", L.Trainer)
+    if options.get("barebones"):
+        raise ValueError(
+            "`trainer.barebones=true` leaves out the metrics and checkpoints that a task reports: "
+            "use `~logger ~callbacks trainer.enable_checkpointing=false` instead"
+        )
+    max_steps = options.get("max_steps", -1)
+    if max_steps < -1 or max_steps == 0:
+        raise ValueError(
+            f"`trainer.max_steps={max_steps}`: expected a whole number of at least 1, "
+            "or -1 to train for `trainer.max_epochs` epochs"
+        )
+    accumulate = options.get("accumulate_grad_batches", 1)
+    if accumulate < 1:
+        raise ValueError(f"`trainer.accumulate_grad_batches={accumulate}`: expected at least 1")
+    for key, is_exclusive in (("gradient_clip_val", False), ("val_check_interval", True)):
+        value = options.get(key)
+        if isinstance(value, int | float) and (value < 0 or (is_exclusive and value == 0)):
+            bound = "above 0" if is_exclusive else "of at least 0"
+            raise ValueError(f"`trainer.{key}={value}`: expected a number {bound}, or null")
+    without = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    whole_process = {"deterministic": None, "benchmark": None}  # settings that would stay behind
+    with naming("trainer"):
+        L.Trainer(**(options | without | whole_process), accelerator="cpu", devices=1)
+    with naming(f"precision={config['precision']}` with `strategy={_name_of(strategy)}"):
+        L.Trainer(
+            strategy=strategy,
+            logger=False,
+            enable_checkpointing=False,
+            **{key: config[key] for key in ("accelerator", "devices", "num_nodes", "precision")},
+        )
+
+
+def _name_of(strategy: Any) -> str:
+    """Return how a refusal calls a strategy."""
+    return strategy if isinstance(strategy, str) else type(strategy).__name__
 
 
 def _check_amount_of_data(config: dict[str, Any], data: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -43,13 +43,15 @@ def fit(job: Job, build: Build) -> float | None:
     module = build("lit_module", model=model, optimizer=build("optimizer"))
     data = build("data")
     probe, is_dry = Probe(), bool(config["trainer"].get("fast_dev_run"))
+    keeps_checkpoints = not is_dry and config["trainer"].get("enable_checkpointing") is not False
+    unwanted = switched_off(config["trainer"])
     callbacks: list[Callback] = [
         probe,
         Bookends(
             evaluate_before=config["task"]["evaluate_before_fit"] and config["ckpt_path"] is None,
-            last_checkpoint=None if is_dry else Path(job.run_dir, _LAST),
+            last_checkpoint=Path(job.run_dir, _LAST) if keeps_checkpoints else None,
         ),
-        *build_all(build, config, "callbacks"),
+        *(each for each in build_all(build, config, "callbacks") if not isinstance(each, unwanted)),
     ]
     trainer = L.Trainer(
         **config["trainer"],
@@ -64,6 +66,11 @@ def fit(job: Job, build: Build) -> float | None:
     trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
     if trainer.received_sigterm:
         raise SystemExit(143)  # 128 + SIGTERM; Lightning would report success
+    if not probe.has_ended:
+        raise ValueError(
+            f"nothing is left to train: `ckpt_path={config['ckpt_path']}` is at step"
+            f" {trainer.global_step}; raise `trainer.max_steps` or `trainer.max_epochs`"
+        )
     if is_dry:
         return None  # nothing was logged or saved
     summary = make_summary(job, trainer, probe)
@@ -76,6 +83,15 @@ def build_all(build: Build, config: dict[str, Any], group: str) -> list[Any]:
     """Make every object of a group of named configs; a name set to null is left out."""
     named = config.get(group) or {}
     return [build(f"{group}.{name}") for name, node in named.items() if node is not None]
+
+
+def switched_off(options: dict[str, Any]) -> tuple[type[Callback], ...]:
+    """Return the classes of callbacks that the Trainer's `options` do not want."""
+    kinds: dict[str, type[Callback]] = {
+        "enable_checkpointing": Checkpoint,
+        "enable_progress_bar": ProgressBar,
+    }
+    return tuple(kind for key, kind in kinds.items() if options.get(key) is False)
 
 
 class Bookends(Callback):
@@ -126,6 +142,7 @@ class Probe(Callback):
         self.seconds = 0.0  # after the warm-up, without validation
         self.sent: dict[str, int] = {}  # bytes by operation, all training steps
         self.bytes: dict[str, Number] = {}
+        self.has_ended = False  # Lightning skips the end where nothing is left to train
         self._is_timing = False
         self._clock = 0.0
         self._first_step = 0
@@ -182,6 +199,7 @@ class Probe(Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.has_ended = True
         if self._is_timing:
             start = time.perf_counter()
             _synchronize(pl_module.device)
@@ -210,8 +228,9 @@ def make_summary(job: Job, trainer: L.Trainer, probe: Probe) -> dict[str, Any]:
         else None
         for name in ("all_gather", "reduce_scatter", "all_reduce")
     }
-    total = round(sum(probe.sent.values()) / max(1, probe.num_steps))
-    sent["total_bytes"] = total if hasattr(trainer.strategy, "ledger") else None
+    sent["total_bytes"] = (
+        sum(value or 0 for value in sent.values()) if hasattr(trainer.strategy, "ledger") else None
+    )
     metrics = {
         name: float(trainer.callback_metrics[name]) if name in trainer.callback_metrics else None
         for name in ("train/loss", "val/loss", "val/perplexity")
@@ -251,7 +270,9 @@ def report(job: Job, trainer: L.Trainer, summary: dict[str, Any], num_parameters
     for each in trainer.loggers:
         each.log_metrics(extra, step=trainer.global_step)
     metrics = {name: value for name, value in summary["metrics"].items() if value is not None}
-    log_hparams(trainer, job.config, metrics | extra)
+    given = job.config["strategy"]
+    strategy = {"name": job.choices["strategy"]} | (given if isinstance(given, dict) else {})
+    log_hparams(trainer, job.config | {"strategy": strategy}, metrics | extra)
     write_summary(job.run_dir, summary)
     print_table(summary, num_parameters)
     print(f"tensorboard --logdir {job.run_dir}", flush=True)
