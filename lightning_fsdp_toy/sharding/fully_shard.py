@@ -1,8 +1,10 @@
 """The entry function and what a user may do with a sharded module.
 
 Note: read this package in this order
-    ``layout`` (where elements lie), ``flat_param`` (one tensor and its shard), ``unit`` (one step),
-    ``saved`` (how weights come back), ``root`` (the order of everything), ``collectives``.
+    ``layout`` (where elements lie), ``flat_param`` (one tensor and its shard), ``faces`` (what
+    modules and optimizers see of it), ``unit`` (one step), ``saved`` (how weights come back),
+    ``root`` (the order of everything), ``collectives``. Aside: ``build`` (setup), ``whole``,
+    ``state_dict`` and ``sharded_checkpoint`` (weights outside a step), ``optim``.
 """
 
 from __future__ import annotations
