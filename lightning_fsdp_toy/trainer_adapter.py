@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def adapt_trainer(trainer: Trainer, root: RootState) -> None:
     fit_loop = trainer.fit_loop.epoch_loop.val_loop
     for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        _sync_after(trainer.lightning_module, name, root)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
@@ -62,3 +65,15 @@ def _summary_of(callback: ModelSummary, root: RootState) -> Any:
             )
 
     return summary
+
+
+def _sync_after(module: LightningModule, name: str, root: RootState) -> None:
+    """Let whole parameters follow what a method of the module froze or unfroze."""
+    method = getattr(type(module), name).__get__(module)
+
+    @functools.wraps(method)
+    def with_sync(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        root.sync_frozen()
+
+    module.__dict__[name] = with_sync

@@ -16,6 +16,7 @@ from lightning_fsdp_toy.sharding import (
     get_root,
     unsharded,
 )
+from lightning_fsdp_toy.sharding.state_dict import full_optimizer_state, load_optimizer_state
 from tests.core_helpers import Block, Stack, assert_equal, full_gradients, full_parameters
 from tests.ranks import run_ranks
 
@@ -261,3 +262,72 @@ def _create_graph_outside_forward():
 
 def test_create_graph_outside_forward_names_the_remedy():
     run_ranks(_create_graph_outside_forward, 2)
+
+
+def _nested_blocks():
+    model = fully_shard(Stack())
+    with unsharded(model), torch.no_grad():
+        model.head.bias.fill_(0.0)
+        with unsharded(model, writeback=False):
+            model.head.bias.fill_(1.0)
+        assert (model.head.bias == 0).all()
+    assert (full_parameters(model)["head.bias"] == 0).all()
+    with unsharded(model, writeback=False), torch.no_grad():
+        with unsharded(model):
+            model.head.bias.fill_(2.0)
+        model.head.bias.fill_(3.0)
+    assert (full_parameters(model)["head.bias"] == 2).all()
+    with pytest.raises(ValueError, match=r"`head\.bias` was given data of shape \(4,\)"):
+        with unsharded(model):
+            model.head.bias.data = torch.zeros(4)
+    model(_x()).sum().backward()
+    assert get_root(model).memory.unsharded_bytes == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nested_unsharded_blocks_keep_and_undo_the_same_at_any_world_size(world_size):
+    run_ranks(_nested_blocks, world_size)
+
+
+def _raising_pre_hook():
+    model = fully_shard(Stack())
+
+    def fail(*_):
+        raise KeyError("early")
+
+    handle = model.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(KeyError):
+        model(_x())
+    handle.remove()
+    model(_x()).sum().backward()
+    assert [unit.num_active for unit in get_root(model).units] == [0, 0, 0, 0]
+    assert get_root(model).memory.unsharded_bytes == 0
+
+
+def test_a_pre_hook_that_raises_first_leaves_counts_right():
+    run_ranks(_raising_pre_hook, 2)
+
+
+class WithScalar(Stack):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def _optimizer_state_round_trip(name):
+    model = fully_shard(WithScalar())
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    for _ in range(2):
+        model(_x()).sum().backward()
+        optimizer.step()
+        box = [full_optimizer_state(get_root(model), optimizer)]
+        dist.broadcast_object_list(box)
+        load_optimizer_state(get_root(model), optimizer, box[0])
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW", "Adagrad"])
+def test_optimizer_state_of_0_dim_parameters_survives(name):
+    run_ranks(_optimizer_state_round_trip, 2, name)

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import lightning_fsdp_toy  # noqa: F401 (registers the strategy)
 from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.sharding import get_root
+from lightning_fsdp_toy.sharding.whole import restore
 from tests.core_helpers import assert_equal, full_parameters
 from tests.lit_helpers import LitStack, make_trainer, regression_data
 from tests.ranks import run_ranks
@@ -350,3 +353,61 @@ def test_an_unregistered_method_is_named_with_the_remedy(tmp_path):  # C39
         _fit_coding, 2, "ddp_find_unused_parameters_true", "direct", tmp_path, False
     )
     assert run_ranks(_fit_coding, 2, strategy, "direct", tmp_path, True) == expected
+
+
+class Busy(LitStack):
+    """Own parameter, updated metric, own freezing, a checkpoint inside a step, two rounds."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = nn.Parameter(torch.ones(5))
+        self.mean = MeanMetric()
+        self.path = path
+
+    def training_step(self, batch, _):
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            loss = nn.functional.mse_loss(self.net(batch[0] * self.own), batch[1])
+            self.trainer.save_checkpoint(self.path)
+            self.losses.append(loss.item())
+            self.mean(loss.detach())
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def on_train_batch_end(self, *_):
+        if isinstance(self.trainer.strategy, ToyFSDPStrategy):
+            with self.trainer.strategy.unsharded():
+                assert self.net.inp.weight.shape == (7, 5)
+
+    def configure_optimizers(self):
+        self.net.head.requires_grad_(False)
+        matrices = [p for p in self.net.parameters() if p.ndim == 2 and p.requires_grad]
+        return torch.optim.SGD(matrices, 0.1), torch.optim.SGD([self.own], 0.1)
+
+
+def _busy(strategy, directory):
+    torch.manual_seed(0)
+    module = Busy(directory / "inside.ckpt")
+    make_trainer(strategy, directory, use_distributed_sampler=False).fit(module, regression_data())
+    if strategy == "toy_fsdp":
+        module.trainer.strategy.register_forward_method(module.net, "forward")
+        module.trainer.strategy.register_forward_method(module.net, "forward")
+        restore(get_root(module))
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return module.losses, weights
+
+
+def test_a_busy_module_matches_one_process(tmp_path):
+    # DDP does not know parameters frozen after its construction: one process on one rank.
+    losses, weights = run_ranks(_busy, 1, "auto", tmp_path)[0]
+    ours, our_weights = run_ranks(_busy, 1, "toy_fsdp", tmp_path)[0]
+    assert ours == losses
+    assert_equal(our_weights, weights)
+    (_, first), (_, second) = run_ranks(_busy, 2, "toy_fsdp", tmp_path)
+    assert_equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(first["net.head.weight"], Busy(tmp_path).net.head.weight)

@@ -82,12 +82,6 @@ class OriginalParameter:
         """Put the unsharded face into the modules."""
         self.sync_requires_grad()
         for module, name in self.homes:
-            if module._parameters.get(name) is not self.sharded:
-                raise RuntimeError(
-                    f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
-                    f"(an assignment, or torch.func.functional_call). Replace it before, or edit "
-                    f"weights in place inside `unsharded(module)`."
-                )
             module._parameters[name] = self.unsharded
 
     def show_sharded(self) -> None:
@@ -111,6 +105,12 @@ class OriginalParameter:
 
     def check_sharded(self, shard: Tensor) -> None:
         """Refuse to go on with a sharded face that is no longer part of the shard."""
+        if any(module._parameters.get(name) is not self.sharded for module, name in self.homes):
+            raise RuntimeError(
+                f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
+                f"(an assignment, or torch.func.functional_call). Replace it before, or edit "
+                f"weights in place inside `unsharded(module)`."
+            )
         if self.piece.numel == 0 and self.sharded.dtype == shard.dtype:
             return
         if self.sharded.data_ptr() != self._address or self.sharded.dtype != shard.dtype:
@@ -123,14 +123,22 @@ class OriginalParameter:
 
     def take_in(self, place: Tensor) -> None:
         """Copy values put in from outside (``p.data = x``, ``module.p = p2``) to ``place``."""
+        given: list[Tensor] = []
         for module, name in self.homes:
             shown = module._parameters.get(name)
             if shown is not None and shown is not self.unsharded:
-                place.copy_(shown.detach())
-                module._parameters[name] = self.unsharded
+                given.append(shown.detach())
+            module._parameters[name] = self.unsharded
         if self.unsharded.data_ptr() != place.data_ptr():
-            place.copy_(self.unsharded.detach())
+            given.append(self.unsharded.detach())
             self.unsharded.data = place
+        for value in given:
+            if value.shape != place.shape:
+                raise ValueError(
+                    f"Parameter `{self.slot.fqn}` was given data of shape {tuple(value.shape)}; "
+                    f"its shape is {tuple(place.shape)} and cannot change after sharding."
+                )
+            place.copy_(value)
 
 
 def _refuse_gradient(fqn: str, what: str) -> NoReturn:

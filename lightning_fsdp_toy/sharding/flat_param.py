@@ -155,7 +155,7 @@ class FlatParameter:
     def unshard(self) -> None:
         """Gather the whole flat parameter and show the modules unsharded parameters."""
         assert self.state is ParamState.SHARDED, f"unshard of unsharded unit `{self.fqn}`"
-        for original in self.originals:
+        for original in self.originals:  # all, before anything has changed
             original.check_sharded(self.shard)
         if not self.is_whole:
             self.transport.allocate_(self.buffer)
@@ -179,38 +179,35 @@ class FlatParameter:
     def is_edited(self) -> bool:
         """Whether this rank's part of the unsharded data is no longer what the shard holds."""
         low, high = self.layout.shard_bounds(self.shard_rank)
-        return not self.is_whole and not torch.equal(self.shard, self.buffer[low:high])
+        own = self.buffer[low:high]  # compared as bytes: NaN is equal to itself
+        return not torch.equal(self.shard.view(torch.uint8), own.view(torch.uint8))
 
     @torch.no_grad()
     def write_back(self, is_edited: bool) -> None:
         """Copy this rank's part of the (edited) unsharded data into the shard."""
         assert self.state is ParamState.UNSHARDED, f"write-back of sharded unit `{self.fqn}`"
-        if is_edited:
+        if is_edited and not self.is_whole:
             low, high = self.layout.shard_bounds(self.shard_rank)
             self.shard.copy_(self.buffer[low:high])
             for original in self.originals:
                 torch.autograd.graph.increment_version(original.sharded)
 
-    def keep_whole(self) -> Tensor | None:
-        """Return a copy of the shard if the unsharded data is the shard itself."""
-        return self.shard.clone() if self.is_whole else None
-
-    @torch.no_grad()
-    def put_back_whole(self, values: Tensor | None) -> None:
-        """Undo edits since ``keep_whole``."""
-        if values is not None and not torch.equal(values, self.shard):
-            self.shard.copy_(values)
-
     @torch.no_grad()
     def take_in(self) -> None:
         """Bring values put into the faces another way (`p.data = x`) to the buffer."""
         for original in self.originals:
-            original.take_in(self._view(self.buffer, original.slot))
             original.remember_version()
+            original.take_in(self._view(self.buffer, original.slot))
 
-    def holds(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` is a face of one of the unit's original parameters."""
-        return any(param is o.sharded or param is o.unsharded for o in self.originals)
+    def original_of(self, param: nn.Parameter) -> OriginalParameter | None:
+        """Return the original parameter that ``param`` is a face of."""
+        faces = (o for o in self.originals if param is o.sharded or param is o.unsharded)
+        return next(faces, None)
+
+    def sync_requires_grad(self) -> None:
+        """Freeze or unfreeze both faces of every parameter as the user did with one."""
+        for original in self.originals:
+            original.sync_requires_grad()
 
     def original_at(self, offset: int) -> OriginalParameter:
         """Return the original parameter that holds an element of the buffer."""

@@ -146,9 +146,14 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
 
     Raises:
         AttributeError: ``module`` has no such method.
+        ValueError: ``module`` is not part of the model.
     """
     state = get_root(root)
+    if (id(module), name) in state.forward_methods:
+        return
     unit = state.unit_of(module)
+    if unit is None:
+        raise ValueError(f"{type(module).__name__} is not part of the sharded model.")
     method = getattr(module, name, None)
     if not callable(method):
         raise AttributeError(f"{type(module).__name__} has no method {name!r} to register.")
@@ -159,5 +164,5 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
             outputs.append(method(*args, **kwargs))
         return outputs[0]
 
+    state.forward_methods[id(module), name] = (module, module.__dict__.get(name))
     module.__dict__[name] = with_whole_weights
-    state.forward_methods.append((module, name))

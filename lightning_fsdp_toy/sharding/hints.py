@@ -35,13 +35,13 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
     traceback = error.__traceback__
     while traceback is not None:
         method, module = traceback.tb_frame.f_code.co_name, traceback.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and root.has_module(module) and method != "forward":
-            unit = root.unit_of(module)
-            if not unit.flat.is_unsharded:
-                text = (
-                    f"`{type(module).__name__}.{method}` uses weights of unit `{unit.fqn}`, which "
-                    f"are sharded outside forward. Call `strategy.register_forward_method(module, "
-                    f"{method!r})` once, or use `with strategy.unsharded(module):`."
-                )
+        unit = root.unit_of(module) if isinstance(module, nn.Module) else None
+        is_method = method != "forward" and not method.endswith("_step")
+        if unit is not None and is_method and not unit.flat.is_unsharded:
+            text = (
+                f"`{type(module).__name__}.{method}` uses weights of unit `{unit.fqn}`, which "
+                f"are sharded outside forward. Call `strategy.register_forward_method(module, "
+                f"{method!r})` once, or use `with strategy.unsharded(module):`."
+            )
         traceback = traceback.tb_next
     error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])

@@ -63,7 +63,7 @@ def build_optimizer(
 
     Args:
         module: the module given to ``fully_shard``.
-        make: called with ``module``.
+        make: called with ``module``. The parameters it sees exist for it only: keep none of them.
     """
     optimizers: list[torch.optim.Optimizer] = []
     with whole_shapes_for(get_root(module), optimizers):
@@ -79,31 +79,38 @@ def whole_shapes_for(root: RootState, optimizers: list[torch.optim.Optimizer]) -
         root: the sharded model, at rest.
         optimizers: those built inside the block, filled by the caller.
     """
-    faces: dict[int, OriginalParameter] = {}
+    faces: dict[int, tuple[nn.Parameter, OriginalParameter]] = {}
 
     def face(original: OriginalParameter) -> nn.Parameter:
         sharded, slot = original.sharded, original.slot
         one = sharded.new_zeros(())  # one element, seen everywhere: a shape without memory
         param = nn.Parameter(one.expand(slot.shape), sharded.requires_grad)
         param.__dict__.update(sharded.__dict__)
-        faces[id(param)] = original
+        faces[id(param)] = (param, original)
         return param
 
     with show_faces(root, face):
         yield
+    for param, original in faces.values():  # frozen or marked inside the block
+        original.sharded.__dict__.update(param.__dict__)
+        original.sharded.requires_grad_(param.requires_grad)
+        original.sync_requires_grad()
     for optimizer in optimizers:
         _give_shards(optimizer, faces)
 
 
-def _give_shards(optimizer: torch.optim.Optimizer, faces: dict[int, OriginalParameter]) -> None:
+def _give_shards(
+    optimizer: torch.optim.Optimizer, faces: dict[int, tuple[nn.Parameter, OriginalParameter]]
+) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) in faces and param in optimizer.state:  # made when it was built
                 entry: dict[str, Any] = optimizer.state.pop(param)
-                original = faces[id(param)]
+                _, original = faces[id(param)]
                 optimizer.state[original.sharded] = cut_state(entry, original)
         group["params"] = [
-            faces[id(param)].sharded if id(param) in faces else param for param in group["params"]
+            faces[id(param)][1].sharded if id(param) in faces else param
+            for param in group["params"]
         ]
 
 

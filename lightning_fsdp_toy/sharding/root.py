@@ -122,11 +122,14 @@ class RootState:
                 replicate=sharding_strategy == "NO_SHARD",
             )
             self.units.append(Unit(plan.module, flat, self))
-        self._unit_of = {sub: self.units[index] for sub, index in unit_index.items()}
+        # By identity: the hash of a torchmetrics metric changes with its state.
+        self._unit_of = {id(sub): self.units[index] for sub, index in unit_index.items()}
         self._buffers: list[Tensor] = list(module.buffers())
         broadcast_buffers(self._buffers, self.transport)
         self._buffers_drift = False
-        self.forward_methods: list[tuple[nn.Module, str]] = []
+        self.forward_methods: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self.kept: list[dict[Unit, Tensor]] = []  # what open `writeback=False` blocks put back
+        self.has_warned = False  # about a state dict of pieces
         module.__dict__["_fsdp_root"] = self
 
     @property
@@ -214,6 +217,17 @@ class RootState:
         for unit in self.units:
             unit.reset()
 
+    def rest(self) -> None:
+        """``settle``, unless a step is running that still needs its weights."""
+        if self.num_scopes == 0:
+            self.settle()
+
+    def sync_frozen(self) -> None:
+        """Let parameters that are shown unsharded follow what was frozen on their other face."""
+        for unit in self.units:
+            for original in unit.flat.originals:
+                original.sync_requires_grad()
+
     def record_start(self, unit: Unit) -> None:
         """Note the tick at which a unit's call begins."""
         if not is_grad_recording():
@@ -256,17 +270,13 @@ class RootState:
         """A unit's buffer is about to lose its memory."""
         self._saved.remove(unit)
 
-    def unit_of(self, module: nn.Module) -> Unit:
-        """Return the unit a module of the model belongs to."""
-        return self._unit_of[module]
+    def unit_of(self, module: nn.Module) -> Unit | None:
+        """Return the unit a module belongs to, None if it is not part of the model."""
+        return self._unit_of.get(id(module))
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """Return the units of a module and all modules inside it."""
-        return list(dict.fromkeys(self._unit_of[sub] for sub in module.modules()))
-
-    def has_module(self, module: nn.Module) -> bool:
-        """Whether ``module`` is part of the model."""
-        return module in self._unit_of
+        return list(dict.fromkeys(self._unit_of[id(sub)] for sub in module.modules()))
 
     # -- backward -------------------------------------------------------------------------------
 

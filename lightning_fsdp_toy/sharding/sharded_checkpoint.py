@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import boxes_of_range
 from lightning_fsdp_toy.sharding.root import RootState
-from lightning_fsdp_toy.sharding.state_dict import meta_parameter
+from lightning_fsdp_toy.sharding.state_dict import is_elementwise, meta_parameter
 from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
@@ -123,7 +123,7 @@ class ShardOfTensor(Tensor):
 
 def sharded_model_state(root: RootState) -> dict[str, Any]:
     """Return the model's state dict with a ``ShardOfTensor`` for every sharded parameter."""
-    root.settle()
+    root.rest()
     root.sync_buffers()
     state = root.module.state_dict(keep_vars=True)
     originals = _originals(root)
@@ -150,7 +150,7 @@ def sharded_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -
         original = originals[id(param)]
         fqn = original.slot.fqn
         for key, value in entry.items():
-            if isinstance(value, Tensor) and key != "step" and value.shape == param.shape:
+            if is_elementwise(key, value, param.shape):
                 state.setdefault(fqn, {})[key] = ShardOfTensor(original, value)
             else:
                 scalars.setdefault(fqn, {})[key] = value
@@ -213,7 +213,7 @@ def load_sharded_model(
         RuntimeError: ``strict`` and keys are missing or unexpected, or a shape differs; every rank
             names them all and nothing has been changed.
     """
-    root.settle()
+    root.rest()
     state = sharded_model_state(root)
     small = dict(small or {})
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata

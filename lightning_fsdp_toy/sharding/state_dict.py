@@ -26,11 +26,15 @@ __all__ = [
     "full_model_state",
     "full_optimizer_state",
     "full_shapes",
+    "is_elementwise",
     "load_model_state",
     "load_optimizer_state",
     "meta_parameter",
     "shard_optimizer_state",
 ]
+
+
+_SCALARS = ("step", "mu_product", "eta", "mu")  # of NAdam and ASGD, beside every step count
 
 
 def full_shapes(root: RootState) -> Any:
@@ -51,7 +55,7 @@ def full_model_state(
         make_state_dict: called where modules show whole parameters; ``root.module.state_dict`` if
             None. Gives state-dict hooks and overrides their say.
     """
-    root.settle()
+    root.rest()
     root.sync_buffers()
     copies: dict[OriginalParameter, Tensor] = {}
     for unit in root.units:
@@ -96,7 +100,7 @@ def load_model_state(
     Raises:
         RuntimeError: keys or shapes do not match; nothing has been changed.
     """
-    root.settle()
+    root.rest()
     load = load_state_dict or root.module.load_state_dict
     buffers = [(m, name, b) for m in root.module.modules() for name, b in m._buffers.items()]
     loaded: list[tuple[Unit, OriginalParameter, Tensor]] = []
@@ -140,7 +144,7 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
             key
             for original in members
             for key, value in state[index_of[id(original.sharded)]].items()
-            if _is_elementwise(key, value, original.sharded.shape)
+            if is_elementwise(key, value, original.sharded.shape)
         )
         for key in keys:
             holders = [o for o in members if key in state[index_of[id(o.sharded)]]]
@@ -176,7 +180,7 @@ def cut_state(entry: Mapping[str, Any], original: OriginalParameter) -> dict[str
     """Return one parameter's optimizer state with whole tensors cut to this rank's piece."""
     shape = torch.Size(original.slot.shape)
     return {
-        key: cut_piece(value, original).clone() if _is_elementwise(key, value, shape) else value
+        key: cut_piece(value, original).clone() if is_elementwise(key, value, shape) else value
         for key, value in entry.items()
     }
 
@@ -224,8 +228,10 @@ def _parameter_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(param): index for index, param in enumerate(params)}
 
 
-def _is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and key != "step" and value.shape == shape
+def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether optimizer state has one element per element of a parameter of ``shape``."""
+    # A scalar of the optimizer looks like an element of a 0-dim parameter.
+    return isinstance(value, Tensor) and key not in _SCALARS and value.shape == shape
 
 
 def _gather_pieces(unit: Unit, originals: list[OriginalParameter], pieces: list[Tensor]) -> Tensor:

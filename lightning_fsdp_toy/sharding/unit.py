@@ -53,7 +53,7 @@ class Unit:
         self.root = root
         self.fqn = flat.fqn
         self.num_active = 0  # forward calls of this unit that have not ended
-        self.num_pins = 0  # `RootState.unsharded` contexts that hold it unsharded
+        self.num_pins = 0  # `unsharded` blocks that hold it unsharded
         self.was_gathered = False  # in the current backward
         self._stands_in: list[bool] = []  # for each call of an inner module that has not ended
         self._handles: list[RemovableHandle] = []
@@ -77,12 +77,20 @@ class Unit:
         """Unshard before a forward call (or a call that stands in for it)."""
         self.root.enter_forward(self)
         self.num_active += 1
-        if not self.flat.is_unsharded:
-            self.unshard()
+        try:
+            if not self.flat.is_unsharded:
+                self.unshard()
+            self.flat.sync_requires_grad()
+        except BaseException:
+            self.num_active -= 1
+            self.root.exit_forward()
+            raise
         self.root.record_start(self)
 
     def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Reshard after a forward call, unless backward wants the weights next."""
+        if self.num_active == 0:  # another pre-hook raised before ours ran
+            return
         self.num_active -= 1
         end = self.root.record_end(self)
         if end is not None:
@@ -165,23 +173,24 @@ class Unit:
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Keep views of the buffer, which will lose its memory, out of state dicts."""
-        if self.flat.is_whole:
-            return
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             if value is None or param is None or value is param:  # the last: `keep_vars=True`
                 continue
-            if not self.flat.holds(param):
+            original = self.flat.original_of(param)
+            if original is None:
                 continue
-            if self.flat.is_unsharded:
+            if self.flat.is_whole:
+                state[prefix + name] = value.as_strided(original.slot.shape, original.slot.stride)
+            elif self.flat.is_unsharded:
                 state[prefix + name] = value.clone()
-            else:
+            elif not self.root.has_warned:
+                self.root.has_warned = True
                 warnings.warn(
                     "state_dict() of a sharded module holds only this rank's 1D pieces. Call it "
                     "inside `unsharded(module)`, or use `full_state_dict(module)`.",
                     stacklevel=2,
                 )
-                return
 
     # -- shared ---------------------------------------------------------------------------------
 

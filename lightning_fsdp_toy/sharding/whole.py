@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["hold_unsharded", "restore", "show_faces"]
 
@@ -20,27 +22,56 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
     units += [root.root_unit] if root.root_unit not in units else []  # may hold tied weights
     root.num_scopes += 1
     root.enter_forward(root.root_unit)
-    for unit in units:
-        unit.num_pins += 1
-        if not unit.flat.is_unsharded:
-            unit.unshard()
-    kept = [] if writeback else [unit.flat.keep_whole() for unit in units]
+    held: list[Unit] = []
+    kept: dict[Unit, Tensor] = {}
     try:
-        yield
-    finally:
         for unit in units:
-            unit.flat.take_in()
-        # Agreed, because an edit that only some ranks noticed would make their versions differ.
-        flags = [writeback and unit.flat.is_edited for unit in units]
-        for unit, flag in zip(units, root.transport.any_rank(flags, "<unsharded>"), strict=True):
-            unit.flat.write_back(flag)
+            if not unit.flat.is_unsharded:
+                unit.unshard()
+            elif not writeback:
+                kept[unit] = unit.flat.buffer.clone()
+            if not writeback and unit.flat.is_whole:
+                kept[unit] = unit.flat.buffer.clone()
+            unit.num_pins += 1
+            held.append(unit)
+        root.kept.append(kept)
+        try:
+            yield
+        finally:
+            root.kept.pop()
+            _take_edits(root, units, kept, writeback)
+    finally:
+        for unit in held:
             unit.num_pins -= 1
-            if unit.num_pins == 0 and unit.num_active == 0:
+            if unit.num_pins == 0 and unit.num_active == 0 and unit.flat.is_unsharded:
                 unit.reshard()
-        for unit, values in zip(units, kept, strict=False):
-            unit.flat.put_back_whole(values)
         root.exit_forward()
         root.num_scopes -= 1
+
+
+@torch.no_grad()
+def _take_edits(
+    root: RootState, units: list[Unit], kept: dict[Unit, Tensor], writeback: bool
+) -> None:
+    """Keep the edits of a block that ends, or undo them."""
+    errors: list[ValueError] = []
+    for unit in units:
+        try:
+            unit.flat.take_in()
+        except ValueError as error:  # raised when all ranks have agreed on the rest
+            errors.append(error)
+    for unit, values in kept.items():
+        if not torch.equal(values.view(torch.uint8), unit.flat.buffer.view(torch.uint8)):
+            unit.flat.buffer.copy_(values)
+    # Agreed, because an edit that only some ranks noticed would make their versions differ.
+    flags = [writeback and unit.flat.is_edited for unit in units]
+    for unit, is_edited in zip(units, root.transport.any_rank(flags, "<unsharded>"), strict=True):
+        unit.flat.write_back(is_edited)
+        for outer in root.kept:  # an enclosing block puts back what is kept now
+            if writeback and unit in outer:
+                outer[unit] = unit.flat.buffer.clone()
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
@@ -73,9 +104,14 @@ def restore(root: RootState) -> None:
             value = original.unsharded.detach().clone()
             param = nn.Parameter(value, original.sharded.requires_grad)
             param.__dict__.update(original.sharded.__dict__)
+            if param.requires_grad:
+                for hook in (original.unsharded._backward_hooks or {}).values():
+                    param.register_hook(hook)
             original.sharded = param  # what the reshard puts into the modules
         unit.reshard()
         unit.remove_hooks()
-    for module, name in root.forward_methods:
+    for (_, name), (module, before) in root.forward_methods.items():
         del module.__dict__[name]
+        if before is not None:
+            module.__dict__[name] = before
     del root.module.__dict__["_fsdp_root"]
