@@ -10,11 +10,13 @@ from lightning_fsdp_toy.sharding.fully_shard import (
     unsharded,
 )
 from lightning_fsdp_toy.sharding.optim import build_optimizer
+from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 from lightning_fsdp_toy.sharding.root import RootState
 
 __all__ = [
     "SHARDING_STRATEGIES",
     "Ledger",
+    "MixedPrecisionPolicy",
     "RootState",
     "build_optimizer",
     "full_state_dict",

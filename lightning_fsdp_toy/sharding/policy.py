@@ -1,15 +1,60 @@
-"""Which modules become units."""
+"""What becomes a unit, and which dtypes its weights and gradients travel and compute in."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 
+import torch
 from torch import nn
 
-__all__ = ["WrapPolicy", "select_units"]
+__all__ = ["MixedPrecisionPolicy", "WrapPolicy", "select_units"]
 
 WrapPolicy = str | None | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtypes weights, gradients and buffers have; names follow torch's FSDP.
+
+    Shards, the gradients the optimizer sees, its state and checkpoints keep the dtype the
+    parameters were made with, whatever the policy says. Every dtype may be given by name
+    (``"bfloat16"``). Floating-point parameters and buffers only; others keep theirs.
+
+    Args:
+        param_dtype: of gathered weights, so of the all-gather, forward and backward. None: the
+            parameters' own.
+        reduce_dtype: in which gradients are summed over ranks. None: the parameters' own (not
+            ``param_dtype``: a sum in half precision loses bits).
+        buffer_dtype: of floating-point buffers. None: their own.
+        output_dtype: to which floating-point outputs of the root are cast. None: as they come.
+        cast_forward_inputs: cast floating-point inputs of every unit to ``param_dtype``. Without
+            effect if that is None; not wanted under autocast, which casts by itself.
+
+    Raises:
+        ValueError: a dtype is not a floating-point one.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        """Turn names into dtypes and refuse what is none."""
+        for name in (field.name for field in fields(self) if field.name.endswith("_dtype")):
+            given = getattr(self, name)
+            dtype = getattr(torch, given, None) if isinstance(given, str) else given
+            if dtype is None and given is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(
+                    f"`mixed_precision.{name}`: expected a floating-point dtype such as "
+                    f"torch.bfloat16 or 'bfloat16', or None, got {given!r}."
+                )
+            object.__setattr__(self, name, dtype)
 
 
 def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[str, nn.Module]]:
