@@ -17,36 +17,32 @@ import torch.distributed as dist
 
 # Lightning keeps these to itself, but every strategy of its own is built from them.
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
+from lightning_fsdp_toy.environment import RankEnvironment
 from lightning_fsdp_toy.precision import to_toy_precision
 from lightning_fsdp_toy.sharding import (
     SHARDING_STRATEGIES,
     Ledger,
+    MixedPrecisionPolicy,
     RootState,
-    fully_shard,
     get_root,
+    no_sync,
     register_forward_method,
+    set_gradient_divide_factor,
 )
+from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
 from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
+from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
-from lightning_fsdp_toy.spawning import ShardedLauncher
 from lightning_fsdp_toy.steps import ShardedSteps
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer
 
@@ -55,7 +51,7 @@ __all__ = ["ToyFSDPStrategy"]
 logger = logging.getLogger(__name__)
 
 
-class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
+class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
     """Fully sharded data parallel, written to be read, on CPU (gloo) and CUDA (NCCL).
 
     Arguments that Lightning's ``FSDPStrategy`` has too mean the same here.
@@ -65,14 +61,29 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
             ``ModuleList`` or ``Sequential``), None (the whole model is one unit), a set or list
             of classes or class names, or a callable ``(module) -> bool``.
         sharding_strategy: ``FULL_SHARD`` (weights, gradients and optimizer state are sharded),
-            ``SHARD_GRAD_OP`` (weights stay whole between forward and backward) or ``NO_SHARD``
-            (everything is replicated, as under DDP).
+            ``SHARD_GRAD_OP`` (weights stay whole between forward and backward), ``NO_SHARD``
+            (everything is replicated, as under DDP) or ``HYBRID_SHARD`` (``FULL_SHARD`` inside
+            groups of ranks, replicated across them).
+        mixed_precision: dtypes of gathered weights, reductions, buffers and outputs; from the
+            Trainer's ``precision`` if None.
+        cpu_offload: shards, gradients and optimizer state live in pinned CPU memory (CUDA; without
+            effect on CPU, with a warning).
+        activation_checkpointing_policy: which modules run their forward again in backward instead
+            of keeping its activations; as ``auto_wrap_policy``, None: no module.
+        activation_checkpointing_reentrant: use the re-entrant form of ``torch.utils.checkpoint``.
         state_dict_type: ``"full"``: one file, as DDP writes it. ``"sharded"``: a directory to which
             every rank writes its shards.
+        device_mesh: ``(replicas, shards)`` for ``HYBRID_SHARD``; None: one shard group per machine.
+        num_prefetch: units gathered ahead of need; 0: no overlap.
+        gradient_sync: with accumulation, reduce gradients after ``"every_micro_batch"`` (a rank
+            never holds whole gradients) or the ``"last_micro_batch"`` (fewer bytes, more memory:
+            the whole gradients in the reduce dtype).
         transport: how bytes move: ``"native"`` collectives of the process group, ``"pairwise"``
             messages (gloo), or ``"auto"``: native on NCCL, pairwise on gloo.
         allow_optimizers: optimizer classes you vouch update every element on its own.
         timeout: longest wait for another rank, in any collective.
+        debug: log the units, compare every collective with the other ranks' before it starts, warn
+            of gradients that never came. Slow.
         start_method: how a user's own script starts ranks: ``popen``, ``spawn``, ``fork`` or
             ``forkserver``, as in ``DDPStrategy``.
         process_group_backend: ``gloo`` or ``nccl``; by device if None.
@@ -89,10 +100,18 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
         self,
         auto_wrap_policy: WrapPolicy = "auto",
         sharding_strategy: str = "FULL_SHARD",
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing_policy: WrapPolicy = None,
+        activation_checkpointing_reentrant: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: tuple[int, int] | None = None,
+        num_prefetch: int = 1,
+        gradient_sync: Literal["every_micro_batch", "last_micro_batch"] = "every_micro_batch",
         transport: Literal["auto", "native", "pairwise"] = "auto",
         allow_optimizers: tuple[type[Optimizer], ...] = (),
         timeout: timedelta = timedelta(minutes=30),
+        debug: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
         **kwargs: Any,
@@ -102,15 +121,45 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
         _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         _check_choice("transport", transport, ("auto", "native", "pairwise"))
         _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        _check_choice("gradient_sync", gradient_sync, ("every_micro_batch", "last_micro_batch"))
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.activation_checkpointing_reentrant = activation_checkpointing_reentrant
         self.state_dict_type = state_dict_type
+        self.device_mesh = None if device_mesh is None else tuple(device_mesh)
+        self.num_prefetch = num_prefetch
+        self.gradient_sync = gradient_sync
         self.transport = transport
+        self.debug = debug
         self.allow_optimizers = tuple(allow_optimizers)
         self.num_nodes = 1
+        self._check_options()
         self._timeout = timeout
         self._start_method = start_method
         self._process_group_backend = process_group_backend
+
+    def _check_options(self) -> None:
+        """Refuse what ``fully_shard`` would refuse, before any rank starts."""
+        self._options(self.mixed_precision, self.device_mesh)
+
+    def _options(
+        self,
+        mixed_precision: MixedPrecisionPolicy | None,
+        device_mesh: tuple[int, ...] | None,
+    ) -> ShardingOptions:
+        return ShardingOptions(
+            auto_wrap_policy=self.auto_wrap_policy,
+            sharding_strategy=self.sharding_strategy,
+            transport=self.transport,
+            precision=MixedPrecisionPolicy() if mixed_precision is None else mixed_precision,
+            device_mesh=device_mesh,  # type: ignore[arg-type]  # its length is checked there
+            num_prefetch=self.num_prefetch,
+            cpu_offload=self.cpu_offload,
+            debug=self.debug,
+        )
 
     # -- what this strategy adds ----------------------------------------------------------------
 
@@ -129,23 +178,15 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
         """Let ``module.<name>()`` use weights; see ``sharding.register_forward_method``."""
         register_forward_method(self.root.module, module, name)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients on this rank in a ``with`` block; see ``sharding.no_sync``."""
+        return no_sync(self.root.module)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor``; see ``sharding.set_gradient_divide_factor``."""
+        set_gradient_divide_factor(self.root.module, factor)
+
     # -- Lightning's members --------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks strategies it does not know; without it nothing would be distributed."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     @override
@@ -161,49 +202,8 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method != "popen":
-            self._launcher = ShardedLauncher(self, start_method=self._start_method)
-        elif not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(
-                self.root_device
-            )
-        assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device_id,
-        )
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for helper in (rank_zero_only, utils_rank_zero_only):
-            helper.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -235,25 +235,22 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
             for module in model.modules():
                 if isinstance(module, Metric):  # its state is no buffer
                     module.to(self.root_device)
-            fully_shard(
-                model,
-                device=self.root_device,
-                auto_wrap_policy=self.auto_wrap_policy,
-                sharding_strategy=self.sharding_strategy,
-                transport=self.transport,
-            )
+            shard_with_options(model, self._run_options(), device=self.root_device)
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]
         return model
 
+    def _run_options(self) -> ShardingOptions:
+        """The options, with what depends on the Trainer filled in."""
+        mesh = self.device_mesh
+        if self.sharding_strategy == "HYBRID_SHARD" and mesh is None:
+            mesh = (self.num_nodes, self.num_processes)
+        policy = getattr(self.precision_plugin, "mixed_precision_policy", None)
+        return self._options(self.mixed_precision or policy, mesh)
+
     def _fits(self, root: RootState) -> bool:
-        same_group = root.transport.group is (dist.group.WORLD if dist.is_initialized() else None)
-        return (
-            same_group
-            and root.sharding_strategy == self.sharding_strategy
-            and root.policy == self.auto_wrap_policy
-            and root.requested_transport == self.transport
-        )
+        same_group = root.mesh.world.group is (dist.group.WORLD if dist.is_initialized() else None)
+        return same_group and root.options == self._run_options()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -278,29 +275,9 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
             yield
 
     @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
-    ) -> Tensor | Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """What Lightning holds around every micro-batch of a window but the last."""
+        return self.no_sync() if self.gradient_sync == "last_micro_batch" else nullcontext()
 
     @override
     def teardown(self) -> None:
@@ -317,10 +294,11 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, start_method in (
-            ("toy_fsdp", "popen"),
-            ("toy_fsdp_spawn", "spawn"),
-            ("toy_fsdp_notebook", "fork"),
+        for name, start_method, options in (
+            ("toy_fsdp", "popen", {}),
+            ("toy_fsdp_spawn", "spawn", {}),
+            ("toy_fsdp_notebook", "fork", {}),
+            ("toy_fsdp_cpu_offload", "popen", {"cpu_offload": True}),
         ):
             if name not in strategy_registry:
                 strategy_registry.register(
@@ -328,6 +306,7 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing):
                     cls,
                     description=f"Fully sharded data parallel by hand, ranks by {start_method}",
                     start_method=start_method,
+                    **options,
                 )
 
 

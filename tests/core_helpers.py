@@ -117,8 +117,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     gathered: list[Any] = [None] * dist.get_world_size()
     pieces = {
         o.slot.fqn: (o.piece, o.slot, None if o.sharded.grad is None else o.sharded.grad.clone())
-        for unit in get_root(model).units
-        for o in unit.flat.originals
+        for o in get_root(model).originals()
     }
     dist.all_gather_object(gathered, pieces)
     grads: dict[str, Tensor | None] = {}

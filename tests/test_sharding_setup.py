@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp_toy.sharding import build_optimizer, fully_shard, get_root, unsharded
+from lightning_fsdp_toy.sharding import (
+    MixedPrecisionPolicy,
+    build_optimizer,
+    fully_shard,
+    get_root,
+    unsharded,
+)
 from lightning_fsdp_toy.sharding.layout import ALIGNMENT, UnitLayout, boxes_of_range
 from lightning_fsdp_toy.sharding.optim import check_optimizer
 from lightning_fsdp_toy.sharding.policy import select_units
@@ -120,13 +126,43 @@ def test_a_model_is_sharded_once():
 
 def test_parameters_that_cannot_be_sharded_are_named():
     model = Stack()
-    model.blocks[1].up.to(torch.float64)
-    with pytest.raises(ValueError, match=r"`blocks.1.up.weight` is torch.float64"):
+    model.table = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"`table`.*only plain dense tensors can be sharded"):
         fully_shard(model)
-    model = Stack()
-    model.table = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"`table` has dtype torch.uint8"):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"`0.weight` of a lazy module has no shape yet"):
         fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prefetch": -1}, "`num_prefetch`: expected a whole number of units"),
+        ({"mixed_precision": "bf16"}, "`mixed_precision`: expected a MixedPrecisionPolicy"),
+        ({"device_mesh": (1, 1)}, "`device_mesh` is for sharding_strategy='HYBRID_SHARD'"),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+            r"2 replicas x 2 shards are 4 ranks, but there are 1",
+        ),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2,)},
+            r"expected \(replicas, shards\).*got \(2,\)",
+        ),
+    ],
+)
+def test_new_options_are_checked(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fully_shard(Stack(), **options)
+
+
+def test_cpu_offload_on_the_cpu_warns():
+    with pytest.warns(UserWarning, match="`cpu_offload=True` has no effect on the CPU"):
+        fully_shard(Stack(), cpu_offload=True)
+
+
+def test_a_policy_of_another_kind_of_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"`mixed_precision.param_dtype`.*got 'int8'"):
+        MixedPrecisionPolicy(param_dtype="int8")
 
 
 def _different_models():

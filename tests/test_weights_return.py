@@ -49,7 +49,7 @@ def _assert_at_rest(model):
     root = get_root(model)
     assert root.memory.unsharded_bytes == 0
     assert root.memory.reduce_bytes == 0
-    assert all(not unit.flat.is_unsharded for unit in root.units)
+    assert all(unit.is_sharded for unit in root.units)
 
 
 def _input(rank, size=4, width=7):

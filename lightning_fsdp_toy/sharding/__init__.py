@@ -1,15 +1,17 @@
 """The algorithm: fully sharded data parallel on plain PyTorch modules."""
 
-from lightning_fsdp_toy.sharding.collectives import Ledger
 from lightning_fsdp_toy.sharding.fully_shard import (
-    SHARDING_STRATEGIES,
     full_state_dict,
     fully_shard,
     get_root,
+    no_sync,
     register_forward_method,
+    set_gradient_divide_factor,
     unsharded,
 )
+from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.optim import build_optimizer
+from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 from lightning_fsdp_toy.sharding.root import RootState
 
@@ -22,6 +24,8 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "get_root",
+    "no_sync",
     "register_forward_method",
+    "set_gradient_divide_factor",
     "unsharded",
 ]

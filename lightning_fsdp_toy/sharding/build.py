@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.policy import WrapPolicy, select_units
 
-__all__ = ["Member", "UnitPlan", "broadcast_buffers", "build_units"]
+__all__ = [
+    "Member",
+    "UnitPlan",
+    "broadcast_buffers",
+    "build_units",
+    "cast_buffers",
+    "nesting_of",
+]
 
 
 class Member(NamedTuple):
@@ -42,10 +48,25 @@ class UnitPlan(NamedTuple):
     module: nn.Module
     members: list[Member]
 
-    def take_members(self, device: torch.device, transport: Transport) -> list[Member]:
-        """Return the unit's parameters with memory, just before they are sharded."""
+    def take_members(
+        self, device: torch.device, transport: Transport
+    ) -> list[tuple[str, list[Member]]]:
+        """Return the unit's parameters with memory, just before they are sharded.
+
+        Returns:
+            One list for each flat parameter (see the note on one dtype, one fate), with its name:
+            the unit's, and what sets it apart from the first.
+        """
         _materialize(self, device, transport.rank == 0)
-        return self.members
+        groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+        for member in self.members:
+            groups.setdefault((member.param.dtype, member.is_trainable), []).append(member)
+        unit = self.fqn or "<root>"
+        named: list[tuple[str, list[Member]]] = []
+        for (dtype, is_trainable), members in groups.items():
+            fate = str(dtype).removeprefix("torch.") + ("" if is_trainable else ", frozen")
+            named.append((unit if not named else f"{unit} ({fate})", members))
+        return named
 
 
 def build_units(
@@ -75,8 +96,8 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         Units in module order, the root first; and for every module the index of its unit.
 
     Raises:
-        ValueError: a parameter cannot be sharded (integer or complex, or another dtype than the
-            rest of its unit), or the policy names a class the model does not contain.
+        ValueError: a parameter cannot be sharded (no shape yet, or not a plain dense tensor), or
+            the policy names a class the model does not contain.
     """
     chosen = select_units(root, policy)
     plans = [UnitPlan("", root, []), *(UnitPlan(fqn, module, []) for fqn, module in chosen)]
@@ -93,7 +114,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         indices = owners[param]
         plans[indices.pop() if len(indices) == 1 else 0].members.append(member)
     for plan in plans:
-        _check_dtypes(plan)
+        _check_shapes(plan)
     return plans, unit_of
 
 
@@ -112,24 +133,18 @@ def _enclosing_units(root: nn.Module, index_of: dict[nn.Module, int]) -> dict[nn
     return {module: min(units) if len(units) == 1 else 0 for module, units in found.items()}
 
 
-def _check_dtypes(plan: UnitPlan) -> None:
+def _check_shapes(plan: UnitPlan) -> None:
     for member in plan.members:
         if isinstance(member.param, UninitializedParameter):
             raise ValueError(
                 f"Parameter `{member.fqn}` of a lazy module has no shape yet. Run one forward "
                 f"before sharding."
             )
-        dtype, first = member.param.dtype, plan.members[0]
-        if not dtype.is_floating_point:
+        if member.param.layout is not torch.strided or type(member.param.data) is not Tensor:
             raise ValueError(
-                f"Parameter `{member.fqn}` has dtype {dtype}: only floating-point parameters can "
-                f"be sharded. Register it as a buffer."
-            )
-        if dtype != first.param.dtype:
-            raise ValueError(
-                f"Parameter `{member.fqn}` is {dtype}, but `{first.fqn}` in the same unit "
-                f"`{plan.fqn or '<root>'}` is {first.param.dtype}. Convert one, or make units of "
-                f"one dtype with `auto_wrap_policy`."
+                f"Parameter `{member.fqn}` is a {type(member.param.data).__name__} of layout "
+                f"{member.param.layout}: only plain dense tensors can be sharded. Register it as a "
+                f"buffer, or make it dense."
             )
 
 
@@ -190,6 +205,33 @@ def _place_buffers(root: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device).contiguous()
 
 
+def cast_buffers(
+    root: nn.Module, dtype: torch.dtype | None
+) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """Give floating-point buffers another dtype; return which had which before."""
+    before = {}
+    for module in root.modules():
+        for key, buffer in module._buffers.items():
+            is_float = buffer is not None and buffer.is_floating_point()
+            if dtype is not None and buffer is not None and is_float and buffer.dtype != dtype:
+                before[module, key] = buffer.dtype
+                module._buffers[key] = buffer.to(dtype)
+    return before
+
+
+def nesting_of(root: nn.Module, units: list[nn.Module]) -> int:
+    """Return how many units are inside each other at most."""
+    chosen = {id(module) for module in units}
+
+    def depth(module: nn.Module, seen: frozenset[int]) -> int:
+        if id(module) in seen:
+            return 0
+        inner = [depth(child, seen | {id(module)}) for child in module.children()]
+        return int(id(module) in chosen) + max(inner, default=0)
+
+    return depth(root, frozenset())
+
+
 @torch.no_grad()
 def broadcast_buffers(buffers: list[Tensor], transport: Transport) -> None:
     """Overwrite every rank's buffers with rank 0's, as one message of bytes."""
@@ -222,9 +264,7 @@ def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:
     ]
     buffers = plans[0].module.named_buffers()
     mine += [("<buffers>", name, tuple(b.shape), str(b.dtype), False) for name, b in buffers]
-    box: list[Any] = [mine]
-    dist.broadcast_object_list(box, group=transport.group, group_src=0)
-    theirs = box[0]
+    theirs = transport.gather_objects(mine, "<setup>")[0]
     differs = mine != theirs
     if not transport.any_rank([differs], "<setup>")[0]:
         return

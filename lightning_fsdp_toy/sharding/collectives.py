@@ -1,10 +1,10 @@
-"""All-gather, reduce-scatter and all-reduce over flat tensors, and the ledger that counts them.
+"""All-gather, reduce-scatter and all-reduce over flat tensors.
 
 Note: two transports
     **Native** hands a whole buffer to the process group (NCCL does it in place and well).
-    **Pairwise** is for gloo, whose reduce-scatter is an all-reduce and a copy (twice the bytes) and
-    whose all-gather goes through a full-size temporary. Every rank sends each peer exactly what
-    that peer needs, straight out of the buffer, and receives in place::
+    **Pairwise** (``pairwise.py``) is for gloo, whose reduce-scatter is an all-reduce and a copy
+    (twice the bytes) and whose all-gather goes through a full-size temporary. Every rank sends each
+    peer exactly what that peer needs, straight out of the buffer, and receives in place::
 
         all-gather        rank r sends its shard to every peer; receives peer p's at p's place
         reduce-scatter    rank r sends peer p the part of its gradients that p keeps, in segments;
@@ -17,31 +17,28 @@ Note: one order of summation
     A reduction adds rank 0, 1, 2, ... to what the gradient shard already holds from earlier
     micro-batches. Micro-batch ``m`` belongs to rank ``m % world_size``, so contributions are added
     in global micro-batch order, whichever number of ranks shares the work.
+
+Note: start and wait
+    A collective is started and returns a ``Work``; its tensors belong to it until ``wait()`` has
+    returned. Bytes travel in between: gloo moves them in threads of its own, NCCL on streams of its
+    own (reductions have a second communicator there, so that a gather need not queue behind them).
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "CollectiveRecord",
-    "Ledger",
-    "LocalTransport",
-    "NativeTransport",
-    "PairwiseTransport",
-    "Transport",
-    "make_transport",
-]
+from lightning_fsdp_toy.sharding.ledger import Ledger
+
+__all__ = ["LocalTransport", "NativeTransport", "Transport", "Work", "copy_unless_same_"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,60 +50,22 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-_GATHER, _REDUCE = "gather", "reduce"
 
+class Work:
+    """A collective under way. Owns its tensors until ``wait`` has returned.
 
-class CollectiveRecord(NamedTuple):
-    """One collective: what, for which unit, how many bytes this rank sent."""
-
-    operation: str
-    unit: str
-    sent_bytes: int
-
-
-class Ledger:
-    """Counts every collective of this rank: by operation and unit, calls and bytes sent.
-
-    Operations are ``all_gather``, ``reduce_scatter`` and ``all_reduce`` (parameters and gradients),
-    ``broadcast`` (initial state and buffers) and ``control`` (agreements of a few bytes). The last
-    ``max_records`` collectives are also kept in order, in ``records``.
+    Args:
+        finish: waits for the messages and does what is left to do; None if nothing is.
     """
 
-    def __init__(self, max_records: int = 4096) -> None:
-        self.records: deque[CollectiveRecord] = deque(maxlen=max_records)
-        self._calls: dict[tuple[str, str], int] = defaultdict(int)
-        self._bytes: dict[tuple[str, str], int] = defaultdict(int)
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
 
-    def record(self, operation: str, unit: str, sent_bytes: int) -> None:
-        """Note one collective."""
-        self.records.append(CollectiveRecord(operation, unit, sent_bytes))
-        self._calls[operation, unit] += 1
-        self._bytes[operation, unit] += sent_bytes
-
-    def bytes_by_operation(self) -> dict[str, int]:
-        """Return bytes sent by this rank since the last reset, by operation."""
-        return _by_operation(self._bytes)
-
-    def calls_by_operation(self) -> dict[str, int]:
-        """Return the number of collectives since the last reset, by operation."""
-        return _by_operation(self._calls)
-
-    def calls(self, operation: str, unit: str) -> int:
-        """Return how often ``operation`` ran for ``unit`` since the last reset."""
-        return self._calls.get((operation, unit), 0)
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
-        self.records.clear()
-        self._calls.clear()
-        self._bytes.clear()
-
-
-def _by_operation(counts: dict[tuple[str, str], int]) -> dict[str, int]:
-    totals: dict[str, int] = defaultdict(int)
-    for (operation, _), count in counts.items():
-        totals[operation] += count
-    return dict(totals)
+    def wait(self) -> None:
+        """Return when the result is complete (on CUDA: for work queued from now on)."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Transport(ABC):
@@ -122,11 +81,11 @@ class Transport(ABC):
         self.ledger = ledger
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.is_debug = False  # compare every collective with the other ranks' before it starts
         self._control = group
         if group is not None and dist.get_backend(group) == "nccl":
             # Agreements stay off the device, so that they never wait for its queue.
-            ranks = dist.get_process_group_ranks(group)
-            self._control = dist.new_group(ranks, backend="gloo")
+            self._control = new_group_like(group, "gloo")
 
     def allocate_(self, buffer: Tensor) -> None:
         """Give ``buffer`` (1D) its memory; the contents are undefined."""
@@ -136,43 +95,63 @@ class Transport(ABC):
         """Take the memory of ``buffer`` away; reading a view of it now raises."""
         buffer.untyped_storage().resize_(0)
 
-    def all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
-        """Fill ``buffer`` (1D) with every rank's ``own`` (1D, numel / world size), in rank order.
+    def start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
+        """Begin to fill ``buffer`` (1D) with every rank's ``own`` (1D), in rank order.
 
-        ``own`` may be this rank's part of ``buffer`` itself.
+        Args:
+            buffer: 1D, any dtype.
+            own: 1D, ``buffer.numel() / world_size``, of the same dtype and device; may be this
+                rank's part of ``buffer`` itself. Must not change before the work is waited for.
+            unit: name for the ledger and for errors.
         """
-        with self._named("all-gather", unit):
-            self._all_gather_(buffer, own, unit)
+        name = f"{buffer.numel()} x {buffer.dtype}"
+        with self._named("all-gather", unit, name):
+            as_bytes = buffer.view(torch.uint8), own.view(torch.uint8)
+            work = self._start_all_gather_(*as_bytes, unit)
         self._record("all_gather", unit, buffer)
+        return self._waiting("all-gather", unit, work)
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
-        """Add every rank's part ``self.rank`` of ``buffer`` into ``out``.
+    def all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
+        """Fill ``buffer`` (1D) with every rank's ``own`` (1D), in rank order."""
+        self.start_all_gather_(buffer, own, unit).wait()
+
+    def start_reduce_scatter(
+        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
+    ) -> Work:
+        """Begin to add every rank's part ``self.rank`` of ``buffer`` into ``out``.
 
         Args:
             buffer: 1D, this rank's contributions to every shard. Its contents are undefined
                 afterwards.
-            out: 1D, ``buffer.numel() / world_size``.
+            out: 1D, ``buffer.numel() / world_size``; may have a wider dtype or be on the CPU.
             accumulate: keep what ``out`` holds and add to it; otherwise it is overwritten.
             unit: name for the ledger and for errors.
         """
-        with self._named("reduce-scatter", unit):
-            self._reduce_scatter(buffer, out, accumulate, unit)
+        with self._named("reduce-scatter", unit, f"{buffer.numel()} x {buffer.dtype}"):
+            work = self._start_reduce_scatter(buffer, out, accumulate, unit)
         self._record("reduce_scatter", unit, buffer)
+        return self._waiting("reduce-scatter", unit, work)
 
-    def all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
-        """Add every rank's ``buffer`` into ``out`` (1D, same numel) on all ranks, in rank order."""
-        with self._named("all-reduce", unit):
-            part = out.chunk(self.world_size)[self.rank]
-            self._reduce_scatter(buffer, part, accumulate, unit)
-            self._all_gather_(out, part, unit)
-        self._record("all_reduce", unit, buffer, times=2)
+    def start_all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> Work:
+        """Begin to add every rank's ``buffer`` into ``out`` (1D, same numel), in rank order."""
+        part = out.chunk(self.world_size)[self.rank]
+        with self._named("all-reduce", unit, f"{buffer.numel()} x {buffer.dtype}"):
+            work = self._start_reduce_scatter(buffer, part, accumulate, unit)
+        self._record("all_reduce", unit, buffer)
+
+        def finish() -> None:
+            work.wait()
+            self._start_all_gather_(out.view(torch.uint8), part.view(torch.uint8), unit).wait()
+            self._record("all_reduce", unit, out)
+
+        return self._waiting("all-reduce", unit, Work(finish))
 
     def broadcast_(self, tensor: Tensor, unit: str) -> None:
-        """Overwrite ``tensor`` with rank 0's."""
+        """Overwrite ``tensor`` (1D, any dtype) with rank 0's."""
         if self.group is None or self.world_size == 1:
             return
-        with self._named("broadcast", unit):
-            dist.broadcast(tensor, group=self.group, group_src=0)
+        with self._named("broadcast", unit, f"{tensor.numel()} x {tensor.dtype}"):
+            dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
         sent = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
         self.ledger.record("broadcast", unit, sent)
 
@@ -181,32 +160,54 @@ class Transport(ABC):
         if self._control is None or self.world_size == 1 or not flags:
             return flags
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        with self._named("agreement on used parameters", unit):
+        with self._named("agreement", unit, f"{len(flags)} flags"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         self.ledger.record("control", unit, tensor.numel())
         return [bool(flag) for flag in tensor.tolist()]
 
-    def scratch_bytes(self, shard: Tensor) -> int:
-        """Return the bytes that reducing into a ``shard`` holds beside it and the buffer."""
+    def gather_objects(self, value: Any, unit: str) -> list[Any]:
+        """Return every rank's ``value`` (picklable, small), in rank order."""
+        if self._control is None or self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        with self._named("agreement", unit, "objects"):
+            dist.all_gather_object(gathered, value, group=self._control)
+        return gathered
+
+    def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
+        """Return the bytes that reducing ``buffer`` into ``out`` holds beside the two."""
         return 0
 
     @abstractmethod
-    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None: ...
+    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work: ...
 
     @abstractmethod
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None: ...
+    def _start_reduce_scatter(
+        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
+    ) -> Work: ...
 
-    def _record(self, operation: str, unit: str, buffer: Tensor, times: int = 1) -> None:
+    def _record(self, operation: str, unit: str, buffer: Tensor) -> None:
         if self.world_size > 1:
             share = buffer.numel() * buffer.element_size() // self.world_size
-            self.ledger.record(operation, unit, times * share * (self.world_size - 1))
+            self.ledger.record(operation, unit, share * (self.world_size - 1))
+
+    def _waiting(self, operation: str, unit: str, work: Work) -> Work:
+        def finish() -> None:
+            with self._named(operation, unit):
+                work.wait()
+
+        return Work(finish)
 
     @contextmanager
-    def _named(self, operation: str, unit: str) -> Iterator[None]:
+    def _named(self, operation: str, unit: str, detail: str = "") -> Iterator[None]:
         """Add rank, operation and unit to an error of the process group (timeout, lost peer)."""
         try:
+            if self.is_debug and detail:
+                self._compare(operation, unit, detail)
             yield
         except RuntimeError as error:
+            if isinstance(error, RanksDisagreeError):
+                raise
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size}: {operation} of unit `{unit}` failed: "
@@ -214,155 +215,101 @@ class Transport(ABC):
                 f"the ranks ran different modules or numbers of batches."
             ) from error
 
+    def _compare(self, operation: str, unit: str, detail: str) -> None:
+        """Debug mode: raise on every rank where the ranks are about to do different things."""
+        if self._control is None or self.world_size == 1:
+            return
+        mine = f"{operation} of unit `{unit}` ({detail})"
+        theirs: list[Any] = [None] * self.world_size
+        dist.all_gather_object(theirs, mine, group=self._control)
+        if len(set(theirs)) > 1:
+            each = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(theirs))
+            raise RanksDisagreeError(f"The ranks are about to do different things. {each}.")
+
+
+class RanksDisagreeError(RuntimeError):
+    """Debug mode found ranks at different collectives."""
+
 
 class LocalTransport(Transport):
     """One rank: nothing to move."""
 
-    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
-        _copy_unless_same_(buffer, own)
+    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
+        copy_unless_same_(buffer, own)
+        return Work()
 
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
-        out.add_(buffer) if accumulate else out.copy_(buffer)
+    def _start_reduce_scatter(
+        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
+    ) -> Work:
+        out.add_(buffer.to(out.device)) if accumulate else out.copy_(buffer)
+        return Work()
 
 
 class NativeTransport(Transport):
     """The process group's own collectives (see the note on two transports)."""
 
-    def scratch_bytes(self, shard: Tensor) -> int:
-        """One more shard, where the sum arrives before it is added to earlier micro-batches."""
-        return shard.numel() * shard.element_size()
-
-    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
-        part = buffer.chunk(self.world_size)[self.rank]
-        _copy_unless_same_(part, own)
-        _all_gather_single(buffer, part, group=self.group)  # in place
-
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
-        total = torch.empty_like(out) if accumulate else out
-        _reduce_scatter_single(total, buffer, group=self.group)
-        if accumulate:
-            out.add_(total)
-
-
-class PairwiseTransport(Transport):
-    """Point-to-point messages and addition in rank order (see the note on two transports).
-
-    Args:
-        group: process group.
-        ledger: where collectives are counted.
-        segment_bytes: length of one message of a reduction; two segments of every peer are held
-            at a time, so that one travels while the other is added.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, ledger: Ledger, segment_bytes: int = 2 << 20
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
         super().__init__(group, ledger)
-        self.segment_bytes = segment_bytes
-        # In a different order on every rank, so that no rank is everyone's first.
-        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        is_nccl = dist.get_backend(group) == "nccl"
+        self._reduce_group = new_group_like(group, "nccl") if is_nccl else group
 
-    def scratch_bytes(self, shard: Tensor) -> int:
-        """Two segments of every rank."""
-        return 2 * self.world_size * min(self.segment_bytes, shard.numel() * shard.element_size())
+    def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
+        """One more shard, where the sum arrives before it is added, converted or moved."""
+        is_direct = self._is_direct(buffer, out, accumulate)
+        return 0 if is_direct else out.numel() * buffer.element_size()
 
-    def _all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
-        shards = buffer.chunk(self.world_size)
-        tag = _message_tag(_GATHER, unit)
-        works = []
-        for peer in self._peers:
-            works.append(self._receive(shards[peer], peer, tag))
-            works.append(self._send(own, peer, tag))
-        _copy_unless_same_(shards[self.rank], own)  # while messages travel
-        for work in works:
+    @staticmethod
+    def _is_direct(buffer: Tensor, out: Tensor, accumulate: bool) -> bool:
+        return not accumulate and buffer.dtype == out.dtype and buffer.device == out.device
+
+    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
+        part = buffer.chunk(self.world_size)[self.rank]
+        copy_unless_same_(part, own)
+        work = _all_gather_single(buffer, part, group=self.group, async_op=True)  # in place
+        return Work(work.wait)
+
+    def _start_reduce_scatter(
+        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
+    ) -> Work:
+        is_direct = self._is_direct(buffer, out, accumulate)
+        total = out if is_direct else buffer.new_empty(out.numel())
+        work = _reduce_scatter_single(
+            _real(total), _real(buffer), group=self._reduce_group, async_op=True
+        )
+
+        def finish() -> None:
             work.wait()
+            if accumulate:
+                out.add_(total.to(out.device))
+            elif not is_direct:
+                out.copy_(total)
 
-    def _reduce_scatter(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> None:
-        tag = _message_tag(_REDUCE, unit)
-        parts = buffer.chunk(self.world_size)
-        length = max(1, self.segment_bytes // buffer.element_size())
-        starts = range(0, out.numel(), length)
-        received = [buffer.new_empty(self.world_size, min(length, out.numel())) for _ in range(2)]
-
-        def exchange(index: int) -> list[dist.Work]:
-            start = starts[index]
-            stop = min(start + length, out.numel())
-            works = []
-            for peer in self._peers:
-                incoming = received[index % 2][peer, : stop - start]
-                works.append(self._receive(incoming, peer, tag))
-                works.append(self._send(parts[peer][start:stop], peer, tag))
-            return works
-
-        works = exchange(0)
-        for index, start in enumerate(starts):
-            ahead = exchange(index + 1) if index + 1 < len(starts) else []
-            for work in works:
-                work.wait()
-            segment = out[start : start + length]
-            contributions = [row[: segment.numel()] for row in received[index % 2]]
-            contributions[self.rank] = parts[self.rank][start : start + length]
-            _add_in_order(segment, contributions, accumulate)
-            works = ahead
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
-        assert work is not None, "this rank is not in the group"
-        return work
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
-        assert work is not None, "this rank is not in the group"
-        return work
+        return Work(finish)
 
 
-def _message_tag(kind: str, unit: str) -> int:
-    """Tag of a unit's messages: those of another unit or kind are never taken for them.
-
-    Ranks that run different units then wait for each other until the timeout, whose error names the
-    unit; without it, units of equal size would exchange weights without a word.
-    """
-    return zlib.crc32(f"{kind} {unit}".encode()) & 0x7FFFFFF
+def _real(tensor: Tensor) -> Tensor:
+    """Show complex numbers as pairs of real ones, which every backend can add."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def _copy_unless_same_(target: Tensor, source: Tensor) -> None:
+def copy_unless_same_(target: Tensor, source: Tensor) -> None:
+    """Copy ``source`` to ``target`` unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 
 
-def _add_in_order(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:
-    if not accumulate:
-        torch.add(contributions[0], contributions[1], out=out)
-        contributions = contributions[2:]
-    for contribution in contributions:
-        out.add_(contribution)
+def new_group_like(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """Return another process group of the same ranks and timeout; a collective."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(
+        ranks, backend=backend, timeout=timeout_of(group), use_local_synchronization=True
+    )
+    assert isinstance(made, dist.ProcessGroup), "this rank is not in the group"
+    return made
 
 
-def make_transport(
-    name: str, group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger
-) -> Transport:
-    """Return the transport called ``name`` for ``group``.
-
-    Args:
-        name: ``"native"``, ``"pairwise"`` or ``"auto"`` (native on NCCL, pairwise otherwise).
-        group: process group, None for a single process.
-        device: where parameters live.
-        ledger: where collectives are counted.
-
-    Raises:
-        ValueError: unknown name, or pairwise with a backend that has no CPU messages.
-    """
-    if name not in ("auto", "native", "pairwise"):
-        raise ValueError(f"`transport`: expected 'auto', 'native' or 'pairwise', got {name!r}.")
-    if group is None or dist.get_world_size(group) == 1:
-        return LocalTransport(group, ledger)
+def timeout_of(group: dist.ProcessGroup) -> Any:
+    """Return the longest wait of a process group."""
     backend = dist.get_backend(group)
-    if name == "auto":
-        name = "native" if backend == "nccl" else "pairwise"
-    if name == "pairwise" and backend != "gloo":
-        raise ValueError(
-            f"`transport='pairwise'` needs the gloo backend, the process group uses {backend!r}. "
-            f"Use transport='native' or 'auto'."
-        )
-    logger.debug("transport %s for %d ranks on %s", name, dist.get_world_size(group), device)
-    return NativeTransport(group, ledger) if name == "native" else PairwiseTransport(group, ledger)
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    return group._get_backend(device).options._timeout

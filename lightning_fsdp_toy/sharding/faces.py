@@ -42,6 +42,14 @@ class OriginalParameter:
     _version: int = field(init=False, default=0)  # of the unsharded face, edits accepted
     _address: int = field(init=False, default=0)  # of the sharded face's data
 
+    def view_of(self, flat: Tensor) -> Tensor:
+        """Return this parameter's place in a tensor laid out like the flat parameter."""
+        return flat.as_strided(self.slot.shape, self.slot.stride, self.slot.offset)
+
+    def piece_of(self, shard: Tensor) -> Tensor:
+        """Return this parameter's piece of a shard, 1D."""
+        return shard[self.piece.shard_offset : self.piece.shard_offset + self.piece.numel]
+
     def take_over(self, param: nn.Parameter) -> None:
         """Give the faces what the user put on the original: attributes, hooks, frozenness.
 
@@ -57,6 +65,11 @@ class OriginalParameter:
         self._is_trainable = param.requires_grad
         for face in (self.sharded, self.unsharded):
             face.__dict__.update(param.__dict__)
+        self._address = self.sharded.data_ptr()
+        self.remember_version()
+        if not self.can_train:
+            return
+        for face in (self.sharded, self.unsharded):
             face.requires_grad_(True)  # a frozen one may be unfrozen later
         for hook in hooks:  # they see this rank's whole gradient, as under DDP
             self.unsharded.register_hook(hook)
@@ -66,8 +79,11 @@ class OriginalParameter:
             param.register_hook(lambda _: _refuse_gradient(fqn, "the object that was"))
         for face in (self.sharded, self.unsharded):
             face.requires_grad_(self._is_trainable)
-        self._address = self.sharded.data_ptr()
-        self.remember_version()
+
+    @property
+    def can_train(self) -> bool:
+        """Whether its dtype has gradients."""
+        return self.sharded.dtype.is_floating_point or self.sharded.dtype.is_complex
 
     def sync_requires_grad(self) -> None:
         """Freeze or unfreeze both faces when the user did so with one."""

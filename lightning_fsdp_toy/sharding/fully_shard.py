@@ -1,23 +1,32 @@
 """The entry function and what a user may do with a sharded module.
 
 Note: read this package in this order
-    ``layout`` (where elements lie), ``flat_param`` (one tensor and its shard), ``faces`` (what
-    modules and optimizers see of it), ``unit`` (one step), ``saved`` (how weights come back),
-    ``root`` (the order of everything), ``collectives``. Aside: ``build`` (setup), ``whole``,
-    ``state_dict`` and ``sharded_checkpoint`` (weights outside a step), ``optim``.
+    ``layout`` (where elements lie), ``flat_param`` and ``buffers`` (one tensor and its shard),
+    ``faces`` (what modules and optimizers see of it), ``gradients`` (from autograd to the
+    optimizer), ``unit`` (one step), ``residency`` (what is gathered ahead), ``saved`` and
+    ``backward`` (how weights come back and when a unit is finished), ``root`` (the whole model),
+    ``mesh``, ``collectives`` and ``pairwise`` (how bytes move). Aside: ``build`` (setup),
+    ``whole``, ``state_dict`` and ``sharded_checkpoint`` (weights outside a step), ``optim``.
 """
 
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp_toy.sharding.policy import WrapPolicy
+from lightning_fsdp_toy.sharding.debug import unit_table
+from lightning_fsdp_toy.sharding.ledger import Ledger
+from lightning_fsdp_toy.sharding.mesh import make_mesh
+from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOptions
+from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import full_model_state
 from lightning_fsdp_toy.sharding.whole import hold_unsharded
@@ -27,11 +36,13 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "get_root",
+    "no_sync",
     "register_forward_method",
+    "set_gradient_divide_factor",
     "unsharded",
 ]
 
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+logger = logging.getLogger(__name__)
 
 
 def fully_shard(
@@ -41,7 +52,12 @@ def fully_shard(
     device: torch.device | str | None = None,
     auto_wrap_policy: WrapPolicy = "auto",
     sharding_strategy: str = "FULL_SHARD",
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    cpu_offload: bool = False,
+    device_mesh: tuple[int, int] | None = None,
+    num_prefetch: int = 1,
     transport: str = "auto",
+    debug: bool = False,
 ) -> nn.Module:
     """Shard the parameters of ``module`` over the ranks of a process group, in place.
 
@@ -62,11 +78,20 @@ def fully_shard(
         module: the root; may be on the meta device, then it is initialised unit by unit.
         process_group: ranks to shard over; the default group if None. Without an initialised
             process group there is one rank.
-        device: where shards live and forward runs; the parameters' own device if None.
+        device: where buffers live and forward runs; the parameters' own device if None.
         auto_wrap_policy: which submodules become units, see ``policy.select_units``.
         sharding_strategy: ``FULL_SHARD`` (weights are freed between forward and backward),
-            ``SHARD_GRAD_OP`` (kept), ``NO_SHARD`` (replicated).
+            ``SHARD_GRAD_OP`` (kept), ``NO_SHARD`` (replicated), ``HYBRID_SHARD`` (as ``FULL_SHARD``
+            inside a group of ranks, replicated across groups).
+        mixed_precision: dtypes of gathered weights, reductions, buffers and outputs.
+        cpu_offload: shards, gradients for the optimizer and its state live in pinned CPU memory.
+            Without effect where everything is on the CPU anyway.
+        device_mesh: ``(replicas, shards)`` for ``HYBRID_SHARD``, see the note on a mesh of ranks.
+        num_prefetch: units gathered ahead of need; at most ``1 + num_prefetch`` beside the root are
+            unsharded at any time. With 0 no communication overlaps with computation.
         transport: ``auto``, ``native`` or ``pairwise``, see the note on two transports.
+        debug: log the units, compare every collective with the other ranks' before it starts, and
+            warn of gradients that never came. Slow.
 
     Returns:
         ``module``.
@@ -75,21 +100,51 @@ def fully_shard(
         ValueError: unknown option, a parameter that cannot be sharded, ranks that differ.
         RuntimeError: ``module`` is sharded already.
     """
+    options = ShardingOptions(
+        auto_wrap_policy=auto_wrap_policy,
+        sharding_strategy=sharding_strategy,
+        transport=transport,
+        precision=MixedPrecisionPolicy() if mixed_precision is None else mixed_precision,
+        device_mesh=device_mesh,
+        num_prefetch=num_prefetch,
+        cpu_offload=cpu_offload,
+        debug=debug,
+    )
+    return shard_with_options(module, options, process_group, device)
+
+
+def shard_with_options(
+    module: nn.Module,
+    options: ShardingOptions,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Do what ``fully_shard`` does, with its options as one object."""
     if "_fsdp_root" in module.__dict__:
         raise RuntimeError("This module is sharded already; shard a model once.")
-    if sharding_strategy not in SHARDING_STRATEGIES:
-        raise ValueError(
-            f"`sharding_strategy`: expected one of {', '.join(SHARDING_STRATEGIES)}, "
-            f"got {sharding_strategy!r}."
-        )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     if device is None:
         param = next(module.parameters(), None)
         device = param.device if param is not None and not param.is_meta else "cpu"
-    RootState(
-        module, process_group, torch.device(device), auto_wrap_policy, sharding_strategy, transport
+    device = torch.device(device)
+    if options.cpu_offload and device.type == "cpu":
+        warnings.warn(
+            "`cpu_offload=True` has no effect on the CPU: shards are in its memory already.",
+            stacklevel=3,
+        )
+    ledger = Ledger()
+    mesh = make_mesh(
+        options.sharding_strategy,
+        options.device_mesh,
+        options.transport,
+        process_group,
+        device,
+        ledger,
     )
+    root = RootState(module, mesh, ledger, device, options)
+    if options.debug and mesh.world.rank == 0:
+        logger.warning("debug mode: the units are\n%s", unit_table(root))
     return module
 
 
@@ -166,3 +221,42 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
 
     state.forward_methods[id(module), name] = (module, module.__dict__.get(name))
     module.__dict__[name] = with_whole_weights
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Keep gradients on this rank: a backward inside the ``with`` block reduces nothing.
+
+    For gradient accumulation in loops of your own. The first backward outside reduces what has
+    been collected, so fewer bytes travel; until then a rank holds whole gradients of every unit
+    that was used (``padded numel`` elements of the reduce dtype each). Contributions are then added
+    micro-batch by micro-batch on each rank first, so results equal those without ``no_sync`` within
+    rounding. ``zero_grad`` does not touch gradients that have not been reduced.
+
+    All ranks use it for the same micro-batches.
+
+    Args:
+        module: the module given to ``fully_shard``.
+    """
+    root = get_root(module)
+    before, root.is_syncing = root.is_syncing, False
+    try:
+        yield
+    finally:
+        root.is_syncing = before
+
+
+def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
+    """Divide the sum of the ranks' gradients by ``factor`` instead of the number of ranks.
+
+    With a loss that is the sum over a rank's tokens and the number of tokens of all ranks as
+    ``factor``, gradients are those of the mean over all tokens, however they are spread; with 1
+    they are the sum over ranks. Holds from the next backward on.
+
+    Args:
+        module: the module given to ``fully_shard``.
+        factor: above 0, the same on every rank.
+    """
+    if not factor > 0:
+        raise ValueError(f"`factor`: expected a number above 0, got {factor!r}.")
+    get_root(module).gradient_scale = 1.0 / factor

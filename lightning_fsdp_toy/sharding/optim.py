@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.fully_shard import get_root
+from lightning_fsdp_toy.sharding.norm import grad_norm
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import cut_state
 from lightning_fsdp_toy.sharding.whole import show_faces
@@ -21,7 +21,6 @@ __all__ = [
     "build_optimizer",
     "check_optimizer",
     "clip_grad_norm_",
-    "grad_norm",
     "whole_shapes_for",
 ]
 
@@ -134,7 +133,7 @@ def check_optimizer(
             f"Optimizer `{cls.__name__}` is not known to update elements independently; on a shard "
             f"it could be silently wrong. If it does, pass `allow_optimizers=({cls.__name__},)`."
         )
-    ours = {id(o.sharded) for unit in root.units for o in unit.flat.originals}
+    ours = {id(original.sharded) for original in root.originals()}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in ours:
@@ -143,42 +142,6 @@ def check_optimizer(
                     f"that is not a sharded parameter of the model. Build optimizers after "
                     f"sharding (under Lightning: in `configure_optimizers`)."
                 )
-
-
-@torch.no_grad()
-def grad_norm(root: RootState, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the whole gradients of sharded parameters: 0-dim fp64, equal on all ranks.
-
-    A collective of 16 bytes. A replicated parameter counts once; NaN on one rank reaches all.
-
-    Args:
-        root: the sharded model.
-        parameters: sharded parameters; those without a gradient are passed over.
-        norm_type: order of the norm; ``inf`` for the largest absolute value.
-    """
-    replicated = {
-        id(o.sharded) for unit in root.units if unit.flat.replicate for o in unit.flat.originals
-    }
-    is_max = norm_type == float("inf")
-    parts = torch.zeros(2, dtype=torch.float64, device=root.device)  # sharded, replicated
-    for param in parameters:
-        if param.grad is None or param.grad.numel() == 0:
-            continue
-        index = int(id(param) in replicated)
-        size = param.grad.abs().double()
-        if is_max:
-            parts[index] = torch.maximum(parts[index], size.max())
-        else:
-            parts[index] += size.pow(norm_type).sum()
-    if root.transport.world_size > 1:
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        # Maximum of NaN is not NaN on every backend: count them beside it.
-        sharded = torch.stack([parts[0].nan_to_num(nan=0.0, posinf=float("inf")), parts[0].isnan()])
-        dist.all_reduce(sharded, op=op, group=root.transport.group)
-        root.ledger.record("control", "<norm>", 16)
-        parts[0] = torch.where(sharded[1] > 0, float("nan"), sharded[0])
-    total = torch.maximum(parts[0], parts[1]) if is_max else parts.sum().pow(1.0 / norm_type)
-    return total
 
 
 @torch.no_grad()

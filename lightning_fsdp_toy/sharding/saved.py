@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fsdp_toy.sharding.residency import current_reader
+
 if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding.backward import ForwardPass
+    from lightning_fsdp_toy.sharding.buffers import GatheredBuffer
     from lightning_fsdp_toy.sharding.faces import OriginalParameter
-    from lightning_fsdp_toy.sharding.root import ForwardPass, RootState
+    from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+    from lightning_fsdp_toy.sharding.root import RootState
     from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["SavedTensors"]
@@ -29,6 +34,8 @@ class _Handle(NamedTuple):
     """What a saved view of a unit's buffer is replaced by until backward needs it."""
 
     unit: Unit
+    flat: FlatParameter
+    buffer: GatheredBuffer
     tick: int
     forward_pass: ForwardPass | None
     size: torch.Size
@@ -55,28 +62,32 @@ class SavedTensors:
 
     def __init__(self, root: RootState) -> None:
         self.root = root
-        self._by_ptr: dict[int, Unit] = {}  # memory address of each unsharded buffer
+        # By the memory address of each unsharded buffer.
+        self._by_ptr: dict[int, tuple[Unit, FlatParameter, GatheredBuffer]] = {}
 
-    def add(self, unit: Unit) -> None:
-        """A unit's buffer has memory now."""
-        if not unit.flat.is_whole:
-            self._by_ptr[unit.flat.buffer_ptr] = unit
+    def add(self, unit: Unit, flat: FlatParameter, buffer: GatheredBuffer) -> None:
+        """A buffer has memory now."""
+        if not buffer.is_permanent:
+            self._by_ptr[buffer.ptr] = unit, flat, buffer
 
-    def remove(self, unit: Unit) -> None:
-        """A unit's buffer is about to lose its memory."""
-        if not unit.flat.is_whole:
-            self._by_ptr.pop(unit.flat.buffer_ptr, None)
+    def remove(self, buffer: GatheredBuffer) -> None:
+        """A buffer is about to lose its memory."""
+        if buffer.has_memory and not buffer.is_permanent:
+            self._by_ptr.pop(buffer.ptr, None)
 
     def pack(self, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; keep any other tensor."""
         if tensor.layout is not torch.strided:
             return tensor
-        unit = self._by_ptr.get(tensor.untyped_storage().data_ptr())
-        if unit is None:
+        found = self._by_ptr.get(tensor.untyped_storage().data_ptr())
+        if found is None:
             return _Saved(tensor, tensor._version)
-        original = unit.flat.original_at(int(tensor.storage_offset()))
+        unit, flat, buffer = found
+        original = flat.original_at(int(tensor.storage_offset()))
         return _Handle(
             unit,
+            flat,
+            buffer,
             self.root.tick,
             self.root.current_pass,
             tensor.size(),
@@ -117,13 +128,17 @@ class SavedTensors:
                     f"`{unit.fqn}` could not be found again. Call torch.autograd.grad inside the "
                     f"sharded module's forward (under Lightning, inside `training_step`)."
                 )
-            self.root.reach(unit, handle.tick, handle.forward_pass)
-        elif not unit.flat.is_unsharded:
+            self.root.backward.reach(unit, handle.tick, handle.forward_pass)
+            unit.reader = current_reader()
+            if not handle.buffer.has_memory:  # read in its own dtype, inside `unsharded`
+                handle.buffer.start_gather(handle.flat.shard)
+                handle.buffer.wait()
+        elif not unit.is_unsharded:
             raise RuntimeError(
                 f"a saved weight of unit `{unit.fqn}` was read outside backward, where it is "
                 f"sharded. Read it inside `unsharded(module)`."
             )
-        buffer = unit.flat.buffer
-        if handle.dtype != buffer.dtype:
-            buffer = buffer.view(handle.dtype)
-        return buffer.as_strided(handle.size, handle.stride, handle.offset)
+        whole = handle.buffer.tensor
+        if handle.dtype != whole.dtype:
+            whole = whole.view(handle.dtype)
+        return whole.as_strided(handle.size, handle.stride, handle.offset)

@@ -34,7 +34,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import boxes_of_range
 from lightning_fsdp_toy.sharding.root import RootState
-from lightning_fsdp_toy.sharding.state_dict import is_elementwise, meta_parameter
+from lightning_fsdp_toy.sharding.state_dict import (
+    is_elementwise,
+    meta_parameter,
+    saved_buffer_dtypes,
+)
 from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
@@ -126,13 +130,13 @@ def sharded_model_state(root: RootState) -> dict[str, Any]:
     root.rest()
     root.sync_buffers()
     state = root.module.state_dict(keep_vars=True)
-    originals = _originals(root)
+    originals, dtypes = _originals(root), saved_buffer_dtypes(root)
     for key, value in state.items():
         original = originals.get(id(value))
         if original is not None:
             state[key] = ShardOfTensor(original, original.sharded.detach())
         elif isinstance(value, Tensor):
-            state[key] = value.detach().clone()
+            state[key] = value.detach().to(dtypes.get(key), copy=True)
     return state
 
 
@@ -187,8 +191,8 @@ def save_sharded(
         state[f"optimizer_{index}"] = {"state": optimizer["state"]}
         keys = {fqn: list(entry) for fqn, entry in optimizer["state"].items()}
         small.append({k: v for k, v in optimizer.items() if k != "state"} | {"sharded_keys": keys})
-    is_alone = root.transport.group is None
-    dcp.save(state, checkpoint_id=path, process_group=root.transport.group, no_dist=is_alone)
+    group = root.mesh.world.group
+    dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
     return small
 
 
@@ -289,12 +293,12 @@ def load_sharded_optimizer(
 
 
 def _read(root: RootState, path: Path, state: dict[str, Any]) -> None:
-    is_alone = root.transport.group is None
-    dcp.load(state, checkpoint_id=path, process_group=root.transport.group, no_dist=is_alone)
+    group = root.mesh.world.group
+    dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
 
 
 def _originals(root: RootState) -> dict[int, OriginalParameter]:
-    return {id(o.sharded): o for unit in root.units for o in unit.flat.originals}
+    return {id(original.sharded): original for original in root.originals()}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.layout import ParamSlot
 from lightning_fsdp_toy.sharding.root import RootState
-from lightning_fsdp_toy.sharding.unit import Unit
 from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "meta_parameter",
+    "saved_buffer_dtypes",
     "shard_optimizer_state",
 ]
 
@@ -57,26 +58,35 @@ def full_model_state(
     """
     root.rest()
     root.sync_buffers()
+    is_first = root.mesh.world.rank == 0
     copies: dict[OriginalParameter, Tensor] = {}
-    for unit in root.units:
-        is_pinned = unit.flat.is_unsharded
-        if not is_pinned:
-            unit.unshard()
-        if root.transport.rank == 0:
-            for original in unit.flat.originals:
-                copies[original] = original.unsharded.detach().to("cpu", copy=True)
-        if not is_pinned:
-            unit.reshard()
-    if root.transport.rank != 0:
+    for flat in root.flats:
+        whole = flat.master.tensor if flat.is_readable else _gather_whole(flat, flat.shard)
+        if is_first:
+            for original in flat.originals:
+                copies[original] = original.view_of(whole).to("cpu", copy=True)
+        del whole
+    if not is_first:
         return {}
     faces = {o: nn.Parameter(copy, o.sharded.requires_grad) for o, copy in copies.items()}
     with show_faces(root, faces.__getitem__):
         state = (make_state_dict or root.module.state_dict)()
     ours = {copy.data_ptr() for copy in copies.values()}
+    dtypes = saved_buffer_dtypes(root)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.data_ptr() not in ours:
-            state[key] = value.detach().to("cpu", copy=True)
+            state[key] = value.detach().to("cpu", dtypes.get(key), copy=True)
     return state
+
+
+def saved_buffer_dtypes(root: RootState) -> dict[str, torch.dtype]:
+    """Return, by state-dict key, the dtype of buffers that the policy gave another one."""
+    return {
+        f"{prefix}.{name}" if prefix else name: root.buffer_dtypes[module, name]
+        for prefix, module in root.module.named_modules()
+        for name in module._buffers
+        if (module, name) in root.buffer_dtypes
+    }
 
 
 @torch.no_grad()
@@ -103,23 +113,22 @@ def load_model_state(
     root.rest()
     load = load_state_dict or root.module.load_state_dict
     buffers = [(m, name, b) for m in root.module.modules() for name, b in m._buffers.items()]
-    loaded: list[tuple[Unit, OriginalParameter, Tensor]] = []
+    loaded: list[tuple[OriginalParameter, Tensor]] = []
     # An override without `assign` copies instead, into parameters that must then have memory.
     assigns = "assign" in inspect.signature(load).parameters
     face, options = (meta_parameter, {"assign": True}) if assigns else (_empty_parameter, {})
     try:
         with show_faces(root, face):
             result = load(state, strict=strict, **options)
-            for unit in root.units:
-                for original in unit.flat.originals:
-                    values = [m._parameters[name] for m, name in original.homes]
-                    given = [v for v in values if v is not None and not v.is_meta]
-                    loaded += [(unit, original, value) for value in given[-1:]]
+            for original in root.originals():
+                values = [m._parameters[name] for m, name in original.homes]
+                given = [v for v in values if v is not None and not v.is_meta]
+                loaded += [(original, value) for value in given[-1:]]
             new_buffers = [module._buffers[name] for module, name, _ in buffers]
     finally:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
-    for _, original, value in loaded:
+    for original, value in loaded:
         original.sharded.copy_(cut_piece(value, original))
     for (_, _, buffer), new in zip(buffers, new_buffers, strict=True):
         if buffer is not None and new is not None and new is not buffer:
@@ -137,9 +146,9 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
     # The entries are the optimizer's own dicts: copy them before putting whole tensors in.
     state: dict[int, dict[str, Any]] = {i: dict(e) for i, e in state_dict["state"].items()}
     index_of = _parameter_indices(optimizer)
-    is_first = root.transport.rank == 0
-    for unit in root.units:
-        members = [o for o in unit.flat.originals if index_of.get(id(o.sharded)) in state]
+    is_first = root.mesh.world.rank == 0
+    for flat in root.flats:
+        members = [o for o in flat.originals if index_of.get(id(o.sharded)) in state]
         keys = dict.fromkeys(
             key
             for original in members
@@ -149,11 +158,9 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
         for key in keys:
             holders = [o for o in members if key in state[index_of[id(o.sharded)]]]
             entries = [state[index_of[id(o.sharded)]] for o in holders]
-            whole = _gather_pieces(unit, holders, [entry[key] for entry in entries])
+            whole = _gather_pieces(flat, holders, [entry[key] for entry in entries])
             for original, entry in zip(holders, entries, strict=True):
-                view = whole.as_strided(
-                    original.slot.shape, original.slot.stride, original.slot.offset
-                )
+                view = original.view_of(whole)
                 entry[key] = view.to("cpu", copy=True) if is_first else None
     return {**state_dict, "state": state} if is_first else {}
 
@@ -162,7 +169,7 @@ def shard_optimizer_state(
     root: RootState, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return ``full`` (a whole-tensor optimizer state dict) cut to this rank's pieces."""
-    originals = {id(o.sharded): o for unit in root.units for o in unit.flat.originals}
+    originals = {id(original.sharded): original for original in root.originals()}
     by_index = {index: originals[key] for key, index in _parameter_indices(optimizer).items()}
     state = {}
     for index, entry in full["state"].items():
@@ -234,15 +241,23 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and key not in _SCALARS and value.shape == shape
 
 
-def _gather_pieces(unit: Unit, originals: list[OriginalParameter], pieces: list[Tensor]) -> Tensor:
-    """All-gather 1D pieces of one unit into a new tensor laid out like the flat parameter."""
-    flat = unit.flat
-    whole = flat.shard.new_zeros(flat.layout.padded_numel, dtype=pieces[0].dtype)
-    low, high = flat.layout.shard_bounds(flat.shard_rank)
-    own = whole[low:high]
+def _gather_pieces(
+    flat: FlatParameter, originals: list[OriginalParameter], pieces: list[Tensor]
+) -> Tensor:
+    """All-gather 1D pieces into a new tensor laid out like the flat parameter."""
+    shard = flat.shard.new_zeros(flat.shard.shape, dtype=pieces[0].dtype)
     for original, piece in zip(originals, pieces, strict=True):
-        start = original.piece.shard_offset
-        own[start : start + original.piece.numel] = piece
-    if not flat.is_whole:
-        flat.transport.all_gather_(whole, own, f"<optimizer state of {flat.fqn}>")
+        original.piece_of(shard).copy_(piece)
+    return _gather_whole(flat, shard, f"<optimizer state of {flat.name}>")
+
+
+def _gather_whole(flat: FlatParameter, shard: Tensor, name: str | None = None) -> Tensor:
+    """All-gather shards (1D, any dtype) into a new tensor laid out like the flat parameter."""
+    if flat.is_whole:
+        return shard
+    transport = flat.mesh.shards
+    whole = torch.zeros(flat.layout.padded_numel, dtype=shard.dtype, device=flat.gradient.device)
+    own = whole.chunk(transport.world_size)[transport.rank]
+    own.copy_(shard)
+    transport.all_gather_(whole, own, name or flat.name)
     return whole

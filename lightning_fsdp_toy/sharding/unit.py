@@ -3,11 +3,11 @@
 Note: one step of a unit
     ::
 
-        pre-forward     unshard (all-gather)                              FSDP::unshard
+        pre-forward     unshard (all-gather), start to gather the next    FSDP::unshard
         post-forward    reshard, unless backward follows at once          FSDP::reshard
         pre-backward    unshard again, when backward first needs it       FSDP::unshard
         (gradients arrive one by one, each is put into the reduce buffer)
-        post-backward   reduce-scatter into the gradient shard, reshard   FSDP::reduce
+        post-backward   start to reduce into the gradient shard, reshard  FSDP::reduce
 
     Pre-backward does not depend on what forward returned: see the note on getting weights back in
     ``saved.py``. Post-backward runs when backward has moved past everything the unit did.
@@ -18,22 +18,25 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
-from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 
 if TYPE_CHECKING:
-    from lightning_fsdp_toy.sharding.root import ForwardPass, RootState
+    from lightning_fsdp_toy.sharding.backward import ForwardPass
+    from lightning_fsdp_toy.sharding.collectives import Work
+    from lightning_fsdp_toy.sharding.root import RootState
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "cast_floating", "is_grad_recording"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +46,55 @@ class Unit:
 
     Args:
         module: the unit's module.
-        flat: its flat parameter, already sharded.
+        fqn: its name.
+        flats: its flat parameters, already sharded; none if it has no parameters.
         root: the whole model's state.
     """
 
-    def __init__(self, module: nn.Module, flat: FlatParameter, root: RootState) -> None:
+    def __init__(
+        self, module: nn.Module, fqn: str, flats: list[FlatParameter], root: RootState
+    ) -> None:
         self.module = module
-        self.flat = flat
+        self.fqn = fqn
+        self.flats = flats
         self.root = root
-        self.fqn = flat.fqn
         self.num_active = 0  # forward calls of this unit that have not ended
         self.num_pins = 0  # `unsharded` blocks that hold it unsharded
         self.was_gathered = False  # in the current backward
+        self.is_behind = False  # micro-batches under `no_sync` have not been reduced
+        self.reader: int | None = None  # the autograd node that read a weight last
         self._stands_in: list[bool] = []  # for each call of an inner module that has not ended
         self._handles: list[RemovableHandle] = []
         self._register_hooks()
 
     @property
+    def originals(self) -> Iterator[OriginalParameter]:
+        """Its original parameters."""
+        return (original for flat in self.flats for original in flat.originals)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any of its parameters requires a gradient."""
-        return any(original.sharded.requires_grad for original in self.flat.originals)
+        return any(flat.is_trainable for flat in self.flats)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether forward and backward may use its weights now."""
+        return all(flat.state is ParamState.UNSHARDED for flat in self.flats)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it holds nothing but its shards."""
+        return all(flat.state is ParamState.SHARDED for flat in self.flats)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether unsharding it takes memory (not where the shard is the whole)."""
+        return any(not flat.compute.is_permanent for flat in self.flats)
+
+    def flat_of(self, param: Any) -> FlatParameter | None:
+        """Return the flat parameter that holds a face."""
+        return next((f for f in self.flats if f.original_of(param) is not None), None)
 
     def __reduce__(self) -> Any:
         """Refuse to be copied or pickled with the module its hooks are on."""
@@ -77,12 +109,21 @@ class Unit:
         """Unshard before a forward call (or a call that stands in for it)."""
         self.root.enter_forward(self)
         self.num_active += 1
+        residency = self.root.residency
         try:
-            if not self.flat.is_unsharded:
-                self.unshard()
-            self.flat.sync_requires_grad()
+            residency.note_start(self)
+            self.unshard()
+            if self.num_pins > 0:
+                for flat in self.flats:
+                    if flat.is_master_shown:  # forward computes in the compute dtype
+                        flat.refresh_compute()
+                        flat.show_compute()
+            for flat in self.flats:
+                flat.sync_requires_grad()
+            residency.prefetch_forward(self)
         except BaseException:
             self.num_active -= 1
+            residency.note_end(self)
             self.root.exit_forward()
             raise
         self.root.record_start(self)
@@ -92,15 +133,19 @@ class Unit:
         if self.num_active == 0:  # another pre-hook raised before ours ran
             return
         self.num_active -= 1
+        self.root.residency.note_end(self)
         end = self.root.record_end(self)
         if end is not None:
             self._hook_outputs(output, *end)
-        if self.num_active == 0 and self.flat.is_unsharded and not self.root.keeps_unsharded(self):
+        if self.num_active == 0 and not self.is_sharded and not self.root.keeps_unsharded(self):
             self.reshard()
         self.root.exit_forward()
         if self.num_pins == 0:
-            for original in self.flat.originals:
+            for original in self.originals:
                 original.refuse_edits()
+        for flat in self.flats:
+            if flat.is_master_shown:
+                flat.show_master()
 
     def _hook_outputs(self, output: Any, end: int, forward_pass: ForwardPass) -> None:
         """Unshard as soon as backward reaches an output: the early trigger, not the only one."""
@@ -111,7 +156,7 @@ class Unit:
                 leaf.register_hook(trigger)
 
     def _output_trigger(self, end: int, forward_pass: ForwardPass, _grad: Tensor) -> None:
-        self.root.reach(self, end, forward_pass, is_output=True)
+        self.root.backward.reach(self, end, forward_pass, is_output=True)
 
     def _pre_inner(self, originals: list[OriginalParameter], module: nn.Module, _args: Any) -> None:
         """A module that holds parameters of this unit is called.
@@ -120,7 +165,8 @@ class Unit:
         ``forward``, a submodule called on its own, a second forward after a backward inside one
         ``training_step``) the call stands in for the unit's forward.
         """
-        stands_in = not self.flat.is_unsharded or self.num_active == 0
+        is_held = self.num_pins > 0 and any(flat.is_master_shown for flat in self.flats)
+        stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:
             self.pre_forward()
         else:
@@ -137,37 +183,41 @@ class Unit:
     def pre_backward(self) -> None:
         """Unshard for backward."""
         self.was_gathered = True
-        if not self.flat.is_unsharded:
-            self.unshard()
+        self.unshard()
 
-    def collect(self, original: OriginalParameter) -> None:
+    def collect(self, flat: FlatParameter, original: OriginalParameter) -> None:
         """A gradient has arrived."""
-        self.root.note_gradient(self)
-        self.flat.collect_gradient(original, self.root.gradient_scale)
+        self.root.backward.note_gradient(self)
+        flat.gradient.collect(original, self.root.gradient_scale)
 
-    def post_backward(self, is_awaited: bool) -> list[bool] | None:
-        """Reduce gradients and reshard, once backward has moved past this unit.
+    def post_backward(self) -> None:
+        """Reshard: backward is past this unit."""
+        self.was_gathered = False
+        self.reader = None
+        if not self.is_sharded and self.num_pins == 0:
+            self.reshard()
 
-        Every rank that called a trainable unit in forward comes here in the same order and does
-        the same collectives, even if its own backward never reached the unit: other ranks may
-        have gradients for it.
+    def keep_gradients(self) -> None:
+        """End a micro-batch under ``no_sync``: its gradients stay on this rank."""
+        self.is_behind = True
+        for flat in self.flats:
+            if flat.is_trainable:
+                flat.gradient.keep()
 
-        Args:
-            is_awaited: some output required a gradient, so backward may reach it on other ranks.
+    def start_reduce(self) -> list[tuple[FlatParameter, list[bool], Work]]:
+        """Begin to reduce what was collected; on every rank.
 
         Returns:
-            Which original parameters had a gradient on this rank; None if nothing was reduced.
+            For each flat parameter that is reduced: which original parameters had a gradient on
+            this rank, and the work.
         """
-        used = None
-        if not self.was_gathered and (self.is_trainable or is_awaited):
-            self.pre_backward()
-        if self.is_trainable:
-            with self._range("reduce"):
-                used = self.flat.reduce_gradients()
-        self.was_gathered = False
-        if self.flat.is_unsharded and self.num_pins == 0:
-            self.reshard()
-        return used
+        self.is_behind = False
+        started = []
+        for flat in self.flats:
+            if flat.is_trainable or flat.gradient.is_kept:
+                with self._range("reduce"):
+                    started.append((flat, *flat.gradient.start_reduce()))
+        return started
 
     def _copy_into_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -177,12 +227,13 @@ class Unit:
             value = state.get(prefix + name)
             if value is None or param is None or value is param:  # the last: `keep_vars=True`
                 continue
-            original = self.flat.original_of(param)
-            if original is None:
+            flat = self.flat_of(param)
+            original = None if flat is None else flat.original_of(param)
+            if flat is None or original is None:
                 continue
-            if self.flat.is_whole:
+            if original.is_whole:
                 state[prefix + name] = value.as_strided(original.slot.shape, original.slot.stride)
-            elif self.flat.is_unsharded:
+            elif param is original.unsharded:
                 state[prefix + name] = value.clone()
             elif not self.root.has_warned:
                 self.root.has_warned = True
@@ -194,27 +245,50 @@ class Unit:
 
     # -- shared ---------------------------------------------------------------------------------
 
+    def start_unshard(self) -> None:
+        """Begin to gather the weights."""
+        with self._range("all_gather"):
+            self.root.residency.add(self)
+            for flat in self.flats:
+                if flat.state is ParamState.SHARDED:
+                    flat.start_unshard()
+
     def unshard(self) -> None:
-        """Gather the weights and let saved tensors find this unit."""
+        """Gather the weights and let saved tensors find this unit; nothing if they are there."""
+        if self.is_unsharded:
+            self.root.residency.touch(self)
+            return
+        self.start_unshard()
         with self._range("unshard"):
-            self.flat.unshard()
-        self.root.on_unshard(self)
+            for flat in self.flats:
+                if flat.state is ParamState.GATHERING:
+                    flat.finish_unshard()
+                    self.root.saved.add(self, flat, flat.compute)
 
     def reshard(self) -> None:
         """Free the unsharded weights."""
         with self._range("reshard"):
-            self.root.on_reshard(self)
-            self.flat.reshard()
+            for flat in self.flats:
+                self.root.saved.remove(flat.compute)
+                if flat.state is not ParamState.SHARDED:
+                    flat.reshard()
+                if flat.is_mixed and not flat.is_master_shown:  # read by a backward
+                    self.root.saved.remove(flat.master)
+                    flat.master.release()
+            self.root.residency.remove(self)
 
     def reset(self) -> None:
         """Return to rest after an error, whatever was going on."""
-        if self.num_active == 0 and not self.flat.is_unsharded and not self.flat.is_reducing:
+        pending = any(flat.gradient.is_pending for flat in self.flats)
+        if self.num_active == 0 and self.is_sharded and not pending:
             return
         self.num_active = 0
         self.was_gathered = False
+        self.reader = None
         self._stands_in.clear()
-        self.flat.abandon_gradients()
-        if self.flat.is_unsharded and self.num_pins == 0:
+        for flat in self.flats:
+            flat.gradient.abandon()
+        if not self.is_sharded and self.num_pins == 0:
             self.reshard()
 
     def remove_hooks(self) -> None:
@@ -232,16 +306,16 @@ class Unit:
         module, add = self.module, self._handles.append
         add(module.register_forward_pre_hook(self.pre_forward, prepend=True))
         add(module.register_forward_hook(self.post_forward, always_call=True))
+        policy = self.root.precision
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            add(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
         inner: dict[nn.Module, list[OriginalParameter]] = {}
-        for index, original in enumerate(self.flat.originals):
-            for home, _ in original.homes:
-                inner.setdefault(home, []).append(original)
-            is_trainable = original.unsharded.requires_grad
-            original.unsharded.requires_grad_(True)  # a frozen one may be unfrozen later
-            # A strong reference would be a cycle that the garbage collector cannot see.
-            collect = partial(_collect, weakref.ref(self), index)
-            add(original.unsharded.register_post_accumulate_grad_hook(collect))
-            original.unsharded.requires_grad_(is_trainable)
+        for number, flat in enumerate(self.flats):
+            for index, original in enumerate(flat.originals):
+                for home, _ in original.homes:
+                    inner.setdefault(home, []).append(original)
+                if original.can_train:
+                    self._hook_gradient(original, number, index)
         for home in inner:
             hook = partial(self._copy_into_state_dict)  # torch sets an attribute on it
             add(home.register_state_dict_post_hook(hook))
@@ -251,11 +325,33 @@ class Unit:
             add(home.register_forward_pre_hook(hook, prepend=True))
             add(home.register_forward_hook(self._post_inner, always_call=True))
 
+    def _hook_gradient(self, original: OriginalParameter, number: int, index: int) -> None:
+        is_trainable = original.unsharded.requires_grad
+        original.unsharded.requires_grad_(True)  # a frozen one may be unfrozen later
+        # A strong reference would be a cycle that the garbage collector cannot see.
+        collect = partial(_collect, weakref.ref(self), number, index)
+        self._handles.append(original.unsharded.register_post_accumulate_grad_hook(collect))
+        original.unsharded.requires_grad_(is_trainable)
 
-def _collect(unit_ref: weakref.ref[Unit], index: int, _param: Tensor) -> None:
+    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.root.precision.param_dtype
+        assert dtype is not None
+        cast: tuple[Any, Any] = cast_floating((args, kwargs), dtype)
+        return cast
+
+
+def _collect(unit_ref: weakref.ref[Unit], number: int, index: int, _param: Tensor) -> None:
     unit = unit_ref()
     if unit is not None:
-        unit.collect(unit.flat.originals[index])
+        flat = unit.flats[number]
+        unit.collect(flat, flat.originals[index])
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` (any tree) with its floating-point tensors in ``dtype``."""
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
 
 
 def is_grad_recording() -> bool:

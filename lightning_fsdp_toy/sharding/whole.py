@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.unit import Unit
 
@@ -23,53 +24,80 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
     root.num_scopes += 1
     root.enter_forward(root.root_unit)
     held: list[Unit] = []
-    kept: dict[Unit, Tensor] = {}
+    kept: dict[FlatParameter, Tensor] = {}
     try:
         for unit in units:
-            if not unit.flat.is_unsharded:
-                unit.unshard()
-            elif not writeback:
-                kept[unit] = unit.flat.buffer.clone()
-            if not writeback and unit.flat.is_whole:
-                kept[unit] = unit.flat.buffer.clone()
-            unit.num_pins += 1
+            _hold(root, unit, writeback, kept)
             held.append(unit)
         root.kept.append(kept)
         try:
             yield
         finally:
             root.kept.pop()
-            _take_edits(root, units, kept, writeback)
+            flats = [flat for unit in units for flat in unit.flats]
+            _take_edits(root, flats, kept, writeback)
     finally:
         for unit in held:
             unit.num_pins -= 1
-            if unit.num_pins == 0 and unit.num_active == 0 and unit.flat.is_unsharded:
-                unit.reshard()
+            if unit.num_pins == 0:
+                _let_go(root, unit)
         root.exit_forward()
         root.num_scopes -= 1
 
 
+def _hold(root: RootState, unit: Unit, writeback: bool, kept: dict[FlatParameter, Tensor]) -> None:
+    """Pin a unit and show its weights in their own dtype; note values to be put back."""
+    had_master = {flat: flat.master.has_memory for flat in unit.flats}
+    unit.num_pins += 1
+    try:
+        if any(not flat.is_mixed for flat in unit.flats):
+            unit.unshard()
+        for flat in unit.flats:
+            if flat.is_mixed:
+                flat.gather_master()
+                root.saved.add(unit, flat, flat.master)
+            if not writeback and had_master[flat]:  # others are gathered from the shards again
+                kept[flat] = flat.master.tensor.clone()
+    except BaseException:
+        unit.num_pins -= 1
+        raise
+
+
+def _let_go(root: RootState, unit: Unit) -> None:
+    for flat in unit.flats:
+        if flat.is_master_shown:
+            root.saved.remove(flat.master)
+            flat.release_master()
+    if unit.num_active == 0 and not unit.is_sharded:
+        unit.reshard()
+
+
 @torch.no_grad()
 def _take_edits(
-    root: RootState, units: list[Unit], kept: dict[Unit, Tensor], writeback: bool
+    root: RootState,
+    flats: list[FlatParameter],
+    kept: dict[FlatParameter, Tensor],
+    writeback: bool,
 ) -> None:
     """Keep the edits of a block that ends, or undo them."""
     errors: list[ValueError] = []
-    for unit in units:
+    for flat in flats:
         try:
-            unit.flat.take_in()
+            flat.take_in()
         except ValueError as error:  # raised when all ranks have agreed on the rest
             errors.append(error)
-    for unit, values in kept.items():
-        if not torch.equal(values.view(torch.uint8), unit.flat.buffer.view(torch.uint8)):
-            unit.flat.buffer.copy_(values)
+    for flat, values in kept.items():
+        if not torch.equal(values.view(torch.uint8), flat.master.tensor.view(torch.uint8)):
+            flat.master.tensor.copy_(values)
     # Agreed, because an edit that only some ranks noticed would make their versions differ.
-    flags = [writeback and unit.flat.is_edited for unit in units]
-    for unit, is_edited in zip(units, root.transport.any_rank(flags, "<unsharded>"), strict=True):
-        unit.flat.write_back(is_edited)
+    flags = [writeback and flat.is_edited for flat in flats]
+    agreed = root.mesh.world.any_rank(flags, "<unsharded>")
+    for flat, is_edited in zip(flats, agreed, strict=True):
+        flat.write_back(is_edited)
+        flat.refresh_compute()
         for outer in root.kept:  # an enclosing block puts back what is kept now
-            if writeback and unit in outer:
-                outer[unit] = unit.flat.buffer.clone()
+            if writeback and flat in outer:
+                outer[flat] = flat.master.tensor.clone()
     if errors:
         raise errors[0]
 
@@ -81,8 +109,7 @@ def show_faces(
     """Put other parameters into the modules for a while, between steps."""
     homes = [
         (module, name, original, module._parameters[name])
-        for unit in root.units
-        for original in unit.flat.originals
+        for original in root.originals()
         for module, name in original.homes
     ]
     faces = {original: face(original) for _, _, original, _ in homes}
@@ -98,18 +125,22 @@ def show_faces(
 def restore(root: RootState) -> None:
     """Undo ``fully_shard``: whole parameters in the modules, no hooks. A collective."""
     root.settle()
+    with hold_unsharded(root, root.module, writeback=False):
+        values = {o: o.unsharded.detach().clone() for o in root.originals()}
+    for original, value in values.items():
+        param = nn.Parameter(value, original.sharded.requires_grad)
+        param.__dict__.update(original.sharded.__dict__)
+        if param.requires_grad:
+            for hook in (original.unsharded._backward_hooks or {}).values():
+                param.register_hook(hook)
+        for module, name in original.homes:
+            module._parameters[name] = param
     for unit in root.units:
-        unit.unshard()
-        for original in unit.flat.originals:
-            value = original.unsharded.detach().clone()
-            param = nn.Parameter(value, original.sharded.requires_grad)
-            param.__dict__.update(original.sharded.__dict__)
-            if param.requires_grad:
-                for hook in (original.unsharded._backward_hooks or {}).values():
-                    param.register_hook(hook)
-            original.sharded = param  # what the reshard puts into the modules
-        unit.reshard()
         unit.remove_hooks()
+    for (module, name), dtype in root.buffer_dtypes.items():
+        buffer = module._buffers[name]
+        if buffer is not None:
+            module._buffers[name] = buffer.to(dtype)
     for (_, name), (module, before) in root.forward_methods.items():
         del module.__dict__[name]
         if before is not None:

@@ -1,0 +1,265 @@
+"""Backward: which unit is finished when, and what then happens to its gradients.
+
+Note: time and the order of post-backward
+    ``RootState`` counts ticks: the start and end of every unit call in forward. Autograd runs the
+    nodes of a graph from the latest created to the earliest, so when backward touches something of
+    tick t, everything later than t is finished, and so are all units whose first call began after
+    t. They are finalised (reduced, resharded) in the order of falling start. That order follows
+    from the forward alone: it is the same on every rank even when ranks use different parameters.
+
+Note: passes
+    The starts of one forward belong to its ``ForwardPass``. The graph keeps its pass alive (through
+    the handles and output hooks), the root knows older ones only weakly: a forward that never sees
+    a backward is forgotten with its graph. Two forwards before one backward are two live passes,
+    and a unit's start is the earlier one, so that it is reduced once.
+
+Note: a backward inside a backward
+    Re-entrant checkpointing runs a forward and a backward of its own inside a node of the outer
+    backward. Units that only such a forward called are finalised when its backward ends.
+
+Note: overlap
+    A reduction is only started here; it is waited for when the next unit's turn comes, or at the
+    end of backward. So there are at most two reduce buffers: one whose bytes travel, one that
+    fills. With ``num_prefetch=0`` nothing overlaps: every collective is waited for
+    at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding.collectives import Work
+    from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+    from lightning_fsdp_toy.sharding.root import RootState
+    from lightning_fsdp_toy.sharding.unit import Unit
+
+__all__ = ["Backward", "ForwardPass"]
+
+
+class ForwardPass:
+    """The unit calls of one forward (see the note on passes).
+
+    Attributes:
+        starts: tick at which each unit was first called.
+        awaited: units some output of which required a gradient.
+        is_consumed: a backward through it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.starts: dict[Unit, int] = {}
+        self.awaited: set[Unit] = set()
+        self.is_consumed = False
+
+
+class _EndOfBackward:
+    """The call that autograd makes when a backward has ended; gone with a backward that raised."""
+
+    def __init__(self, backward: Backward) -> None:
+        self.backward = backward
+
+    def __call__(self) -> None:
+        self.backward.end()
+
+
+class Backward:
+    """The backward that is under way, if one is.
+
+    Args:
+        root: the whole model's state.
+    """
+
+    def __init__(self, root: RootState) -> None:
+        self.root = root
+        self.passes: list[weakref.ref[ForwardPass]] = []
+        self.is_running = False
+        self._end_ref: weakref.ref[_EndOfBackward] | None = None
+        self._graph_task = -1
+        self._nested_tasks: set[int] = set()
+        self._touched: set[ForwardPass] = set()  # passes it has reached
+        self._awaited: set[Unit] = set()  # in the live passes
+        self._pending: list[tuple[int, Unit]] = []  # (start, unit) by rising start
+        self._pending_units: set[Unit] = set()
+        self._finished: set[Unit] = set()
+        self._recomputed: list[Unit] = []  # called by re-entrant checkpointing, not finalised
+        self._current: Unit | None = None  # whose followers have been prefetched
+        self._used: dict[FlatParameter, list[bool]] = {}
+        self._reducing: list[Work] = []
+
+    def reach(
+        self, unit: Unit, tick: int, forward_pass: ForwardPass | None, is_output: bool = False
+    ) -> None:
+        """Backward touches something of ``unit`` that was made at ``tick``.
+
+        Args:
+            unit: whose weights are needed now.
+            tick: what is later than this is finished.
+            forward_pass: the pass it was made in.
+            is_output: it is an output of the unit. One that a unit hands through from before is
+                reached again when the unit is finished.
+        """
+        self._begin()
+        if forward_pass is not None:
+            self._touched.add(forward_pass)
+        while self._pending and self._pending[-1][0] > tick:
+            self._finalize(self._pending.pop()[1])
+        if is_output and unit in self._finished:
+            return
+        self._expect(unit)
+        self._gather(unit)
+
+    def note_gradient(self, unit: Unit) -> None:
+        """A gradient of ``unit`` arrives."""
+        self._begin()
+        self._expect(unit)
+
+    def note_recomputed(self, unit: Unit) -> None:
+        """A forward inside this backward calls ``unit``."""
+        self._begin()
+        if unit not in self._pending_units and unit not in self._recomputed:
+            self._recomputed.append(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        unit.pre_backward()
+        if unit is self._current:
+            return
+        self._current = unit
+        num_ahead = 0
+        for _, following in reversed(self._pending):
+            if num_ahead == self.root.residency.num_prefetch:
+                return
+            if following is unit or following.is_unsharded:
+                continue
+            if following.is_trainable or following in self._awaited:
+                if self.root.residency.prefetch(following):
+                    following.was_gathered = True
+                num_ahead += 1
+
+    def _expect(self, unit: Unit) -> None:
+        """Make sure that post-backward comes for a unit no live pass knows (at the end, then)."""
+        if unit not in self._pending_units:
+            self._pending.insert(0, (0, unit))
+            self._pending_units.add(unit)
+
+    def _begin(self) -> None:
+        if self.is_running:
+            if self._end_ref is not None and self._end_ref() is not None:
+                self._notice_nested()
+                return
+            self.abandon()  # the last backward raised, its end will not come
+        self.is_running = True
+        self.root.residency.boundary()
+        self._graph_task = torch._C._current_graph_task_id()
+        self._awaited = set()
+        self.root.note_backward()
+        starts: dict[Unit, int] = {}
+        for forward_pass in self._live_passes():
+            self._awaited |= forward_pass.awaited
+            for unit, start in forward_pass.starts.items():
+                starts[unit] = min(start, starts.get(unit, start))
+        self._pending = sorted(((s, u) for u, s in starts.items()), key=lambda pair: pair[0])
+        self._pending_units = set(starts)
+        end = _EndOfBackward(self)
+        self._end_ref = weakref.ref(end)  # the engine holds it as long as this backward runs
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _notice_nested(self) -> None:
+        """Ask for a call at the end of a backward inside this one."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._graph_task) and task not in self._nested_tasks:
+            self._nested_tasks.add(task)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_nested)
+
+    def _end_nested(self) -> None:
+        for unit in reversed(self._recomputed):
+            if unit in self._pending_units:
+                self._pending = [pair for pair in self._pending if pair[1] is not unit]
+                self._finalize(unit)
+        self._recomputed = []
+
+    def _finalize(self, unit: Unit) -> None:
+        """Backward is past ``unit``: reshard it and reduce its gradients.
+
+        Every rank that called a trainable unit in forward comes here in the same order and does
+        the same collectives, even if its own backward never reached the unit: other ranks may
+        have gradients for it, or need this rank's shard.
+        """
+        self._pending_units.discard(unit)
+        self._finished.add(unit)
+        if not unit.was_gathered and (unit.is_trainable or unit in self._awaited):
+            self._gather(unit)
+        unit.post_backward()
+        if self.root.is_syncing:
+            self._reduce(unit)
+        else:
+            unit.keep_gradients()
+
+    def _reduce(self, unit: Unit) -> None:
+        self._wait_for_reductions()
+        for flat, used, work in unit.start_reduce():
+            before = self._used.get(flat, [False] * len(used))
+            self._used[flat] = [a or b for a, b in zip(before, used, strict=True)]
+            self._reducing.append(work)
+        if not self.root.residency.num_prefetch:
+            self._wait_for_reductions()
+
+    def _wait_for_reductions(self) -> None:
+        while self._reducing:
+            self._reducing.pop(0).wait()
+
+    def end(self) -> None:
+        """Finalise what is left, agree on unused parameters, hand gradients to the optimizer."""
+        while self._pending:
+            self._finalize(self._pending.pop()[1])
+        if self.root.is_syncing:
+            for unit in self.root.units:
+                if unit.is_behind:  # an earlier micro-batch used it, this one did not
+                    self._reduce(unit)
+        self._wait_for_reductions()
+        flags = [flag for used in self._used.values() for flag in used]
+        agreed = iter(self.root.mesh.world.any_rank(flags, "<root>"))
+        for flat, used in self._used.items():
+            flags = [next(agreed) for _ in used]
+            flat.gradient.publish(flags)
+            if self.root.is_debug:
+                self._warn_of_missing(flat, flags)
+        live = self._live_passes()
+        for forward_pass in live if len(live) == 1 else self._touched:
+            forward_pass.is_consumed = True
+        self._clear()
+
+    def _warn_of_missing(self, flat: FlatParameter, used: list[bool]) -> None:
+        pairs = zip(flat.originals, used, strict=True)
+        missing = [o.slot.fqn for o, is_used in pairs if not is_used and o.sharded.requires_grad]
+        if missing and self.root.mesh.world.rank == 0:
+            what = "no gradients at all" if len(missing) == len(used) else "gradients missing"
+            warnings.warn(
+                f"`{flat.name}` ran in forward, but in backward number "
+                f"{self.root.num_backwards} there were {what}, on any rank: {', '.join(missing)}.",
+                stacklevel=2,
+            )
+
+    def abandon(self) -> None:
+        """Forget a backward that raised."""
+        self._wait_for_reductions()
+        self._clear()
+        for unit in self.root.units:
+            for flat in unit.flats:
+                flat.gradient.abandon()
+
+    def _clear(self) -> None:
+        self.is_running = False
+        self._current = None
+        self._pending, self._recomputed = [], []
+        self._pending_units, self._finished = set(), set()
+        self._nested_tasks, self._touched = set(), set()
+        self._used = {}
+
+    def _live_passes(self) -> list[ForwardPass]:
+        passes = (ref() for ref in self.passes)
+        return [p for p in passes if p is not None and not p.is_consumed]
