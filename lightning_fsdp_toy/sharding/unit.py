@@ -258,7 +258,8 @@ class Unit:
         if self.is_unsharded:
             self.root.residency.touch(self)
             return
-        self.start_unshard()
+        if any(flat.state is ParamState.SHARDED for flat in self.flats):
+            self.start_unshard()
         with self._range("unshard"):
             for flat in self.flats:
                 if flat.state is ParamState.GATHERING:
