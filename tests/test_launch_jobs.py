@@ -243,7 +243,6 @@ BAD_INPUT = {
     "data.val_batches=1": "`data.val_batches`=1 is fewer than the 2 ranks",
     "ckpt_path=3": "`ckpt_path=3` does not exist",
     "precision=16-mixed": "`precision=16-mixed` needs a GPU: use `precision=bf16-mixed`",
-    "precision=bf16-true": "does not support `precision='bf16-true'`. Use precision=",
     "trainer.accumulate_grad_batches=0": "`trainer.accumulate_grad_batches=0`: expected at least",
     "trainer.gradient_clip_val=-1": "`trainer.gradient_clip_val=-1`: expected a number of at least",
     "trainer.deterministic=foo": "`trainer.deterministic=foo`: expected true or false or 'warn'",

@@ -176,12 +176,6 @@ def test_bf16_mixed_autocasts_on_cpu(tmp_path):  # C03
         assert dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "64-true"])
-def test_other_precisions_are_refused(precision):
-    with pytest.raises(ValueError, match=r"does not support.*Use precision='32-true' or"):
-        L.Trainer(strategy="toy_fsdp", accelerator="cpu", devices=1, precision=precision)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
