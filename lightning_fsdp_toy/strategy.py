@@ -245,8 +245,7 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
         mesh = self.device_mesh
         if self.sharding_strategy == "HYBRID_SHARD" and mesh is None:
             mesh = (self.num_nodes, self.num_processes)
-        policy = getattr(self.precision_plugin, "mixed_precision_policy", None)
-        return self._options(self.mixed_precision or policy, mesh)
+        return self._options(self.mixed_precision_policy, mesh)
 
     def _fits(self, root: RootState) -> bool:
         same_group = root.mesh.world.group is (dist.group.WORLD if dist.is_initialized() else None)

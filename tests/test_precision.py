@@ -521,7 +521,7 @@ def _collectives_of_clipping(directory: Any, clip: float | None) -> dict[str, in
 def test_the_logged_norm_costs_no_collective_of_its_own(tmp_path):
     without = run_ranks(_collectives_of_clipping, 2, tmp_path, None)[0]
     clipped = run_ranks(_collectives_of_clipping, 2, tmp_path, CLIP)[0]
-    without["control"] = without.get("control", 0) + 2  # the norms of two steps
+    without["control"] = without.get("control", 0) + 4  # the norms of two steps, in two parts
     assert clipped == without
 
 
