@@ -27,6 +27,14 @@ from typing_extensions import override
 
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.environment import RankEnvironment
+from lightning_fsdp_toy.fsdp_arguments import (
+    checkpointing_policy,
+    device_mesh_shape,
+    is_offloading,
+    precision_policy,
+    refuse_fsdp_arguments,
+    strategy_name,
+)
 from lightning_fsdp_toy.precision import to_toy_precision
 from lightning_fsdp_toy.sharding import (
     SHARDING_STRATEGIES,
@@ -88,7 +96,8 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
             ``forkserver``, as in ``DDPStrategy``.
         process_group_backend: ``gloo`` or ``nccl``; by device if None.
         **kwargs: accelerator, parallel_devices, cluster_environment, checkpoint_io and
-            precision_plugin, as for every Lightning strategy.
+            precision_plugin, as for every Lightning strategy; arguments of
+            ``FullyShardedDataParallel`` as ``fsdp_arguments`` says.
 
     Raises:
         ValueError: an argument is none of those above.
@@ -116,7 +125,12 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
+        activation_checkpointing_policy = checkpointing_policy(
+            activation_checkpointing_policy, kwargs
+        )
+        refuse_fsdp_arguments(kwargs)
         super().__init__(**kwargs)
+        sharding_strategy = strategy_name(sharding_strategy)
         _check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
         _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         _check_choice("transport", transport, ("auto", "native", "pairwise"))
@@ -124,12 +138,12 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
         _check_choice("gradient_sync", gradient_sync, ("every_micro_batch", "last_micro_batch"))
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
-        self.mixed_precision = mixed_precision
-        self.cpu_offload = cpu_offload
+        self.mixed_precision = precision_policy(mixed_precision)
+        self.cpu_offload = is_offloading(cpu_offload)
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.activation_checkpointing_reentrant = activation_checkpointing_reentrant
         self.state_dict_type = state_dict_type
-        self.device_mesh = None if device_mesh is None else tuple(device_mesh)
+        self.device_mesh = device_mesh_shape(device_mesh)
         self.num_prefetch = num_prefetch
         self.gradient_sync = gradient_sync
         self.transport = transport

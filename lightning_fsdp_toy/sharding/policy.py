@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import _Policy
 
 __all__ = ["MixedPrecisionPolicy", "WrapPolicy", "select_units"]
 
-WrapPolicy = str | None | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
+WrapPolicy = str | None | Iterable[type[nn.Module] | str] | Callable[..., bool] | _Policy
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
         policy: ``"auto"``: every block that repeats (by class) in a ``ModuleList`` or
             ``Sequential``, outermost only. ``None``: no units beside the root, the whole model is
             one. A set or list of classes or class names: every instance. A callable that
-            takes a module: where it returns true.
+            takes a module: where it returns true. A policy of ``torch.distributed.fsdp.wrap`` (an
+            object, or a function of ``module, recurse, nonwrapped_numel``): what FSDP would wrap.
 
     Raises:
         ValueError: a class of the policy has no instance in the model.
@@ -85,6 +88,12 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
         return _repeated_blocks(module)
     if isinstance(policy, Iterable):
         return _instances(module, list(policy))
+    if isinstance(policy, _Policy):
+        wrapped = policy._run_policy(module, set(), {})
+        return [(n, m) for n, m in _with_parameters(module) if m in wrapped]
+    if callable(policy) and _is_recursive(policy):
+        recursive = _run_recursive(module, policy)
+        return [(n, m) for n, m in _with_parameters(module) if m in recursive]
     if callable(policy):
         accept: Callable[[nn.Module], bool] = policy
         return [(n, m) for n, m in _with_parameters(module) if accept(m)]
@@ -92,6 +101,38 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
         f"`auto_wrap_policy`: expected 'auto', None, classes, class names or a callable, "
         f"got {type(policy).__name__}."
     )
+
+
+def _is_recursive(policy: Callable[..., bool]) -> bool:
+    """Whether a policy is a function as torch's FSDP calls it."""
+    try:
+        names = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return False
+    return "recurse" in names and "nonwrapped_numel" in names
+
+
+def _run_recursive(root: nn.Module, policy: Callable[..., bool]) -> set[nn.Module]:
+    """Return the modules that FSDP would wrap, the root left out.
+
+    A policy is asked first whether to look inside a module, given the parameters in it, and on the
+    way back whether to wrap it, given those that no module inside took.
+    """
+    wrapped: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        numel = sum(param.numel() for param in module.parameters())
+        taken = 0
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            taken = sum(visit(child) for child in module.children())
+            left = numel - taken
+            if module is not root and policy(module=module, recurse=False, nonwrapped_numel=left):
+                wrapped.add(module)
+                return numel
+        return taken
+
+    visit(root)
+    return wrapped
 
 
 def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:

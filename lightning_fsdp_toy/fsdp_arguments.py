@@ -1,0 +1,111 @@
+"""Arguments as users of Lightning's ``FSDPStrategy`` write them, for ``ToyFSDPStrategy``.
+
+Its own arguments have the same names here; torch's objects are taken where Lightning takes them
+(``ShardingStrategy``, ``MixedPrecision``, ``CPUOffload``, ``DeviceMesh``). What Lightning hands on
+to ``FullyShardedDataParallel`` is accepted where it says what is always so here, and refused with
+the reason where not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+
+from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
+
+__all__ = [
+    "checkpointing_policy",
+    "device_mesh_shape",
+    "is_offloading",
+    "precision_policy",
+    "refuse_fsdp_arguments",
+    "strategy_name",
+]
+
+# What `FullyShardedDataParallel` takes: the value that is always so here, and what to do instead.
+_FSDP_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "use_orig_params": (True, "parameters always keep their names and groups"),
+    "sync_module_states": (True, "rank 0's values always win"),
+    "limit_all_gathers": (True, "use `num_prefetch`, which bounds what is gathered"),
+    "forward_prefetch": (None, "use `num_prefetch`"),
+    "backward_prefetch": (None, "use `num_prefetch`"),
+    "param_init_fn": (None, "a module on the meta device is initialised by `reset_parameters()`"),
+    "ignored_modules": (None, "every parameter is sharded; register constants as buffers"),
+    "ignored_states": (None, "every parameter is sharded; register constants as buffers"),
+    "ignored_parameters": (None, "every parameter is sharded; register constants as buffers"),
+    "device_id": (None, "the Trainer's `devices` decide"),
+    "process_group": (None, "use `device_mesh`; all ranks of the Trainer take part"),
+}
+
+
+def refuse_fsdp_arguments(given: dict[str, Any]) -> None:
+    """Take what says nothing new out of ``given``, in place.
+
+    Raises:
+        ValueError: an argument of ``FullyShardedDataParallel`` asks for something else.
+    """
+    for name, (always, instead) in _FSDP_ARGUMENTS.items():
+        if name in given and (value := given.pop(name)) not in (always, None):
+            raise ValueError(f"`{name}={value!r}` is not supported by ToyFSDPStrategy: {instead}.")
+
+
+def strategy_name(value: Any) -> Any:
+    """Return the name of a ``ShardingStrategy``; anything else as it is."""
+    return value.name if isinstance(value, ShardingStrategy) else value
+
+
+def is_offloading(value: Any) -> bool:
+    """Return whether ``cpu_offload`` (a bool, None or torch's object) asks for it.
+
+    Raises:
+        TypeError: it is none of those.
+    """
+    if isinstance(value, CPUOffload):
+        return bool(value.offload_params)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"`cpu_offload`: expected true or false, got {value!r}.")
+    return bool(value)
+
+
+def precision_policy(value: Any) -> Any:
+    """Return the policy that torch's ``MixedPrecision`` stands for; anything else as it is."""
+    if not isinstance(value, MixedPrecision):
+        return value
+    return MixedPrecisionPolicy(
+        param_dtype=value.param_dtype,
+        # FSDP reduces in the parameters' dtype unless told otherwise.
+        reduce_dtype=value.reduce_dtype or value.param_dtype,
+        buffer_dtype=value.buffer_dtype,
+        cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
+    )
+
+
+def device_mesh_shape(value: Any) -> Any:
+    """Return ``(replicas, shards)`` of a ``DeviceMesh`` or a list; anything else as it is.
+
+    Raises:
+        ValueError: the mesh numbers its ranks in another order than row by row.
+    """
+    if isinstance(value, DeviceMesh):
+        if not torch.equal(value.mesh.flatten().cpu(), torch.arange(value.mesh.numel())):
+            raise ValueError(
+                f"`device_mesh`: expected ranks 0, 1, 2, ... row by row, got {value.mesh.tolist()}."
+            )
+        return tuple(value.mesh.shape)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def checkpointing_policy(policy: WrapPolicy, given: dict[str, Any]) -> WrapPolicy:
+    """Return the activation checkpointing policy, also from Lightning's older argument."""
+    classes = given.pop("activation_checkpointing", None)
+    if classes is None:
+        return policy
+    if policy is not None:
+        raise ValueError(
+            "`activation_checkpointing` and `activation_checkpointing_policy` say the same: give "
+            "the second."
+        )
+    return list(classes) if isinstance(classes, list | tuple | set) else [classes]

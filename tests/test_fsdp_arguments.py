@@ -1,0 +1,113 @@
+"""A user of Lightning's `FSDPStrategy` swaps the class and keeps the arguments."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+)
+
+from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.fsdp_arguments import _FSDP_ARGUMENTS
+from lightning_fsdp_toy.sharding.policy import select_units
+from tests.core_helpers import Block, Stack
+from tests.ranks import run_ranks
+
+
+def test_every_argument_of_lightnings_strategy_is_taken():
+    base = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
+    base |= {"precision_plugin", "activation_checkpointing", "self", "kwargs"}
+    theirs = set(inspect.signature(FSDPStrategy.__init__).parameters)
+    ours = set(inspect.signature(ToyFSDPStrategy.__init__).parameters)
+    assert theirs - base <= ours
+    strategy = ToyFSDPStrategy(activation_checkpointing=nn.Linear)
+    assert strategy.activation_checkpointing_policy == [nn.Linear]
+
+
+def test_every_argument_of_fsdp_is_taken_or_refused_with_a_reason():
+    theirs = set(inspect.signature(FullyShardedDataParallel.__init__).parameters)
+    ours = set(inspect.signature(ToyFSDPStrategy.__init__).parameters)
+    assert theirs - {"self", "module"} <= ours | set(_FSDP_ARGUMENTS)
+    ToyFSDPStrategy(use_orig_params=True, sync_module_states=True, limit_all_gathers=True)
+    for name, value in [
+        ("use_orig_params", False),
+        ("forward_prefetch", True),
+        ("ignored_modules", [nn.Linear(1, 1)]),
+        ("param_init_fn", print),
+    ]:
+        with pytest.raises(ValueError, match=rf"`{name}=.*not supported by ToyFSDPStrategy: \w+"):
+            ToyFSDPStrategy(**{name: value})
+
+
+def test_torchs_own_objects_are_taken():
+    strategy = ToyFSDPStrategy(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        cpu_offload=CPUOffload(offload_params=False),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32),
+    )
+    assert strategy.sharding_strategy == "SHARD_GRAD_OP"
+    assert strategy.cpu_offload is False
+    assert strategy.mixed_precision.param_dtype == torch.bfloat16
+    assert strategy.mixed_precision.reduce_dtype == torch.bfloat16
+    assert strategy.mixed_precision.buffer_dtype == torch.float32
+    with pytest.raises(TypeError, match="`cpu_offload`: expected true or false, got 'yes'"):
+        ToyFSDPStrategy(cpu_offload="yes")
+
+
+def _meshes():
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    strategy = ToyFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
+    assert strategy.device_mesh == (2, 2)
+    with pytest.raises(ValueError, match=r"expected ranks 0, 1, 2, \.\.\. row by row"):
+        ToyFSDPStrategy(
+            sharding_strategy="HYBRID_SHARD", device_mesh=DeviceMesh("cpu", [[0, 2], [1, 3]])
+        )
+
+
+def test_a_device_mesh_is_taken():
+    run_ranks(_meshes, 4)
+
+
+def _fsdp_wraps(policy):
+    """What torch's own FSDP makes units of."""
+    model = FullyShardedDataParallel(
+        Stack(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    names = [n for n, m in model.named_modules() if isinstance(m, FullyShardedDataParallel)]
+    return sorted(name.replace("_fsdp_wrapped_module", "").strip(".") for name in names if name)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({Block}),
+        ModuleWrapPolicy({Block, nn.Linear}),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=150),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=30),
+        CustomPolicy(_by_name := lambda module: isinstance(module, nn.LayerNorm)),
+        always_wrap_policy,
+    ],
+)
+def test_torchs_wrap_policies_choose_what_they_choose_there(policy):
+    if isinstance(policy, CustomPolicy):  # a lambda cannot travel to other processes
+        assert len(select_units(Stack(), policy)) == 3
+        return
+    if policy is always_wrap_policy:  # takes *args: a plain callable here, true everywhere
+        assert len(select_units(Stack(), policy)) > 10
+        return
+    expected = [name.replace("..", ".") for name in run_ranks(_fsdp_wraps, 1, policy)[0]]
+    assert sorted(name for name, _ in select_units(Stack(), policy)) == expected
