@@ -59,7 +59,9 @@ class MixedPrecisionPolicy:
             object.__setattr__(self, name, dtype)
 
 
-def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[str, nn.Module]]:
+def select_units(
+    module: nn.Module, policy: WrapPolicy = "auto", name: str = "auto_wrap_policy"
+) -> list[tuple[str, nn.Module]]:
     """Return the submodules of ``module`` that become units of their own, outermost first.
 
     ``module`` itself is always the root unit and is not in the list. Modules without parameters are
@@ -72,6 +74,7 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
             one. A set or list of classes or class names: every instance. A callable that
             takes a module: where it returns true. A policy of ``torch.distributed.fsdp.wrap`` (an
             object, or a function of ``module, recurse, nonwrapped_numel``): what FSDP would wrap.
+        name: of the option, for messages.
 
     Raises:
         ValueError: a class of the policy has no instance in the model.
@@ -82,12 +85,12 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
     if isinstance(policy, str):
         if policy != "auto":
             raise ValueError(
-                f"`auto_wrap_policy`: expected 'auto', None, classes, class names in a list or a "
+                f"`{name}`: expected 'auto', None, classes, class names in a list or a "
                 f"callable, got {policy!r}. For one class name, write [{policy!r}]."
             )
         return _repeated_blocks(module)
     if isinstance(policy, Iterable):
-        return _instances(module, list(policy))
+        return _instances(module, list(policy), name)
     if isinstance(policy, _Policy):
         wrapped = policy._run_policy(module, set(), {})
         return [(n, m) for n, m in _with_parameters(module) if m in wrapped]
@@ -98,7 +101,7 @@ def select_units(module: nn.Module, policy: WrapPolicy = "auto") -> list[tuple[s
         accept: Callable[[nn.Module], bool] = policy
         return [(n, m) for n, m in _with_parameters(module) if accept(m)]
     raise TypeError(
-        f"`auto_wrap_policy`: expected 'auto', None, classes, class names or a callable, "
+        f"`{name}`: expected 'auto', None, classes, class names or a callable, "
         f"got {type(policy).__name__}."
     )
 
@@ -161,7 +164,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _instances(
-    module: nn.Module, classes: list[type[nn.Module] | str]
+    module: nn.Module, classes: list[type[nn.Module] | str], name: str
 ) -> list[tuple[str, nn.Module]]:
     modules = _with_parameters(module)
     present = {type(sub) for _, sub in modules}
@@ -170,12 +173,12 @@ def _instances(
             isinstance(wanted, type) and issubclass(wanted, nn.Module)
         ):
             raise TypeError(
-                f"`auto_wrap_policy`: expected module classes or class names, got {wanted!r}."
+                f"`{name}`: expected module classes or class names, got {wanted!r}."
             )
         if not any(_matches(cls, wanted) for cls in present):
             wanted_name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(
-                f"`auto_wrap_policy` names {wanted_name!r}, but the model contains no such module "
+                f"`{name}` names {wanted_name!r}, but the model contains no such module "
                 f"with parameters. It contains: {', '.join(sorted(c.__name__ for c in present))}."
             )
     return [(n, m) for n, m in modules if any(_matches(type(m), c) for c in classes)]
