@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_fsdp_toy.sharding.collectives import Transport
+from lightning_fsdp_toy.sharding.names import clean_name
 from lightning_fsdp_toy.sharding.policy import WrapPolicy, select_units
 
 __all__ = [
@@ -107,7 +108,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
     for prefix, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None:
-                fqn = f"{prefix}.{name}" if prefix else name
+                fqn = clean_name(f"{prefix}.{name}" if prefix else name)
                 members.setdefault(param, Member(fqn, [])).homes.append((module, name))
                 owners.setdefault(param, set()).add(unit_of[module])
     for param, member in members.items():

@@ -25,6 +25,7 @@ from torch import nn
 from lightning_fsdp_toy.sharding.debug import unit_table
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.mesh import make_mesh
+from lightning_fsdp_toy.sharding.names import unwrapped
 from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOptions
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
@@ -120,7 +121,8 @@ def shard_with_options(
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Do what ``fully_shard`` does, with its options as one object."""
-    if "_fsdp_root" in module.__dict__:
+    whole = unwrapped(module)
+    if "_fsdp_root" in whole.__dict__:
         raise RuntimeError("This module is sharded already; shard a model once.")
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
@@ -142,7 +144,7 @@ def shard_with_options(
         device,
         ledger,
     )
-    root = RootState(module, mesh, ledger, device, options)
+    root = RootState(whole, mesh, ledger, device, options)
     if options.debug and mesh.world.rank == 0:
         logger.warning("debug mode: the units are\n%s", unit_table(root))
     return module
@@ -154,7 +156,7 @@ def get_root(module: nn.Module) -> RootState:
     Raises:
         ValueError: it has not.
     """
-    root = module.__dict__.get("_fsdp_root")
+    root = unwrapped(module).__dict__.get("_fsdp_root")
     if not isinstance(root, RootState):
         raise ValueError(f"{type(module).__name__} is not the root of a sharded model.")
     return root
@@ -185,7 +187,7 @@ def unsharded(
         writeback: keep in-place edits made inside the block. Every rank keeps its own part of what
             it wrote itself, so all ranks must write the same.
     """
-    return hold_unsharded(get_root(root), module or root, writeback)
+    return hold_unsharded(get_root(root), unwrapped(module or root), writeback)
 
 
 def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> None:

@@ -17,7 +17,14 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["clean_keys", "clean_name", "is_compiled_wrapper", "keys_for", "named_units", "unwrapped"]
+__all__ = [
+    "clean_keys",
+    "clean_name",
+    "is_compiled_wrapper",
+    "keys_for",
+    "named_units",
+    "unwrapped",
+]
 
 _WRAPPED = "_orig_mod"
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import _Policy
 
+from lightning_fsdp_toy.sharding.names import named_units, unwrapped
+
 __all__ = ["MixedPrecisionPolicy", "WrapPolicy", "select_units"]
 
 WrapPolicy = str | None | Iterable[type[nn.Module] | str] | Callable[..., bool] | _Policy
@@ -99,7 +101,7 @@ def select_units(
         return [(n, m) for n, m in _with_parameters(module) if m in recursive]
     if callable(policy):
         accept: Callable[[nn.Module], bool] = policy
-        return [(n, m) for n, m in _with_parameters(module) if accept(m)]
+        return [(n, m) for n, m in _with_parameters(module) if accept(unwrapped(m))]
     raise TypeError(
         f"`{name}`: expected 'auto', None, classes, class names or a callable, "
         f"got {type(policy).__name__}."
@@ -142,7 +144,7 @@ def _with_parameters(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Submodules that hold parameters, without ``module`` itself, parents first."""
     return [
         (name, sub)
-        for name, sub in module.named_modules()
+        for name, sub in named_units(module)
         if sub is not module and next(sub.parameters(), None) is not None
     ]
 
@@ -151,15 +153,16 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     chosen: dict[int, tuple[str, nn.Module]] = {}
     inside: set[int] = set()  # modules inside a chosen unit: blocks of blocks stay whole
     candidates: set[int] = set()
-    for name, sub in module.named_modules():
+    for name, sub in named_units(module):
         if id(sub) in inside:
             continue
         if id(sub) in candidates:
             chosen[id(sub)] = (name, sub)
             inside.update(id(child) for child in sub.modules())
-        elif isinstance(sub, nn.ModuleList | nn.Sequential):
-            counts = Counter(type(child) for child in sub.children())
-            candidates.update(id(child) for child in sub.children() if counts[type(child)] > 1)
+        elif isinstance(unwrapped(sub), nn.ModuleList | nn.Sequential):
+            children = list(unwrapped(sub).children())
+            counts = Counter(type(unwrapped(child)) for child in children)
+            candidates.update(id(c) for c in children if counts[type(unwrapped(c))] > 1)
     return [unit for unit in chosen.values() if next(unit[1].parameters(), None) is not None]
 
 
@@ -167,21 +170,19 @@ def _instances(
     module: nn.Module, classes: list[type[nn.Module] | str], name: str
 ) -> list[tuple[str, nn.Module]]:
     modules = _with_parameters(module)
-    present = {type(sub) for _, sub in modules}
+    present = {type(unwrapped(sub)) for _, sub in modules}
     for wanted in classes:
         if not isinstance(wanted, str) and not (
             isinstance(wanted, type) and issubclass(wanted, nn.Module)
         ):
-            raise TypeError(
-                f"`{name}`: expected module classes or class names, got {wanted!r}."
-            )
+            raise TypeError(f"`{name}`: expected module classes or class names, got {wanted!r}.")
         if not any(_matches(cls, wanted) for cls in present):
             wanted_name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(
                 f"`{name}` names {wanted_name!r}, but the model contains no such module "
                 f"with parameters. It contains: {', '.join(sorted(c.__name__ for c in present))}."
             )
-    return [(n, m) for n, m in modules if any(_matches(type(m), c) for c in classes)]
+    return [(n, m) for n, m in modules if any(_matches(type(unwrapped(m)), c) for c in classes)]
 
 
 def _matches(cls: type, wanted: type | str) -> bool:

@@ -276,4 +276,6 @@ class RootState:
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """Return the units of a module and all modules inside it."""
-        return list(dict.fromkeys(self._unit_of[id(sub)] for sub in module.modules()))
+        # A module compiled after sharding has a wrapper that nobody knows around it.
+        units = (self._unit_of.get(id(sub)) for sub in module.modules())
+        return list(dict.fromkeys(unit for unit in units if unit is not None))

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import boxes_of_range
+from lightning_fsdp_toy.sharding.names import clean_keys, keys_for
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import (
     is_elementwise,
@@ -137,7 +138,7 @@ def sharded_model_state(root: RootState) -> dict[str, Any]:
             state[key] = ShardOfTensor(original, original.sharded.detach())
         elif isinstance(value, Tensor):
             state[key] = value.detach().to(dtypes.get(key), copy=True)
-    return state
+    return clean_keys(state)
 
 
 def sharded_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -239,7 +240,8 @@ def load_sharded_model(
     _read(root, path, {MODEL_KEY: found})
     others = {k: v for k, v in found.items() if not isinstance(v, ShardOfTensor)} | small
     with show_faces(root, meta_parameter):  # buffers, metrics, extra state; no parameters
-        (load_state_dict or root.module.load_state_dict)(others, strict=False)
+        load = load_state_dict or root.module.load_state_dict
+        load(keys_for(root.module, others), strict=False)
 
 
 @torch.no_grad()

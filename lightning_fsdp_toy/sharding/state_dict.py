@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.layout import ParamSlot
+from lightning_fsdp_toy.sharding.names import clean_keys, keys_for
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.whole import show_faces
 
@@ -76,7 +77,7 @@ def full_model_state(
     for key, value in state.items():
         if isinstance(value, Tensor) and value.data_ptr() not in ours:
             state[key] = value.detach().to("cpu", dtypes.get(key), copy=True)
-    return state
+    return clean_keys(state)
 
 
 def saved_buffer_dtypes(root: RootState) -> dict[str, torch.dtype]:
@@ -111,6 +112,7 @@ def load_model_state(
         RuntimeError: keys or shapes do not match; nothing has been changed.
     """
     root.rest()
+    state = keys_for(root.module, state)
     load = load_state_dict or root.module.load_state_dict
     buffers = [(m, name, b) for m in root.module.modules() for name, b in m._buffers.items()]
     loaded: list[tuple[OriginalParameter, Tensor]] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ class Unit:
         self.was_gathered = False  # in the current backward
         self.is_behind = False  # micro-batches under `no_sync` have not been reduced
         self.reader: int | None = None  # the autograd node that read a weight last
-        self._stands_in: list[bool] = []  # for each call of an inner module that has not ended
+        # For each call of an inner module that has not ended.
+        self._inner_calls: list[tuple[nn.Module, bool]] = []
         self._handles: list[RemovableHandle] = []
         self._register_hooks()
 
@@ -165,6 +166,11 @@ class Unit:
         ``forward``, a submodule called on its own, a second forward after a backward inside one
         ``training_step``) the call stands in for the unit's forward.
         """
+        if torch.compiler.is_compiling() and self.num_active > 0:
+            return  # compiled code of the unit's forward: a hook that does something would end it
+        _eager(self._begin_inner, originals, module)
+
+    def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
         is_held = self.num_pins > 0 and any(flat.is_master_shown for flat in self.flats)
         stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:
@@ -172,10 +178,15 @@ class Unit:
         else:
             for original in originals:
                 original.sync_requires_grad()
-        self._stands_in.append(stands_in)
+        self._inner_calls.append((module, stands_in))
 
     def _post_inner(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stands_in and self._stands_in.pop():
+        if self._inner_calls and self._inner_calls[-1][0] is module:
+            _eager(self._end_inner, module, args, output)
+
+    def _end_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+        _, stands_in = self._inner_calls.pop()
+        if stands_in:
             self.post_forward(module, args, output)
 
     # -- backward -------------------------------------------------------------------------------
@@ -286,7 +297,7 @@ class Unit:
         self.num_active = 0
         self.was_gathered = False
         self.reader = None
-        self._stands_in.clear()
+        self._inner_calls.clear()
         for flat in self.flats:
             flat.gradient.abandon()
         if not self.is_sharded and self.num_pins == 0:
@@ -305,8 +316,12 @@ class Unit:
 
     def _register_hooks(self) -> None:
         module, add = self.module, self._handles.append
-        add(module.register_forward_pre_hook(self.pre_forward, prepend=True))
-        add(module.register_forward_hook(self.post_forward, always_call=True))
+        pre_forward, post_forward = (
+            partial(_eager, self.pre_forward),
+            partial(_eager, self.post_forward),
+        )
+        add(module.register_forward_pre_hook(pre_forward, prepend=True))
+        add(module.register_forward_hook(post_forward, always_call=True))
         policy = self.root.precision
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             add(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
@@ -353,6 +368,12 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
+
+
+@torch.compiler.disable
+def _eager(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``; compiled code ends before it and begins anew behind it."""
+    return function(*args)
 
 
 def is_grad_recording() -> bool:
