@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
+from lightning_fsdp_toy.compiled import CompiledModules
 from lightning_fsdp_toy.environment import RankEnvironment
 from lightning_fsdp_toy.fsdp_arguments import (
     checkpointing_policy,
@@ -46,6 +47,7 @@ from lightning_fsdp_toy.sharding import (
     register_forward_method,
     set_gradient_divide_factor,
 )
+from lightning_fsdp_toy.sharding.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
 from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
 from lightning_fsdp_toy.sharding.options import ShardingOptions
@@ -59,7 +61,7 @@ __all__ = ["ToyFSDPStrategy"]
 logger = logging.getLogger(__name__)
 
 
-class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
+class ToyFSDPStrategy(CompiledModules, ShardedSteps, ShardedCheckpointing, RankEnvironment):
     """Fully sharded data parallel, written to be read, on CPU (gloo) and CUDA (NCCL).
 
     Arguments that Lightning's ``FSDPStrategy`` has too mean the same here.
@@ -249,6 +251,11 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
             for module in model.modules():
                 if isinstance(module, Metric):  # its state is no buffer
                     module.to(self.root_device)
+            apply_activation_checkpointing(
+                model,
+                self.activation_checkpointing_policy,
+                self.activation_checkpointing_reentrant,
+            )
             shard_with_options(model, self._run_options(), device=self.root_device)
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]
@@ -297,6 +304,7 @@ class ToyFSDPStrategy(ShardedSteps, ShardedCheckpointing, RankEnvironment):
         """End the run; the model stays sharded, so that the next run finds it as it is."""
         if self.lightning_module is not None and "_fsdp_root" in self.lightning_module.__dict__:
             self.root.settle()
+        self._end_compiled_run()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -153,7 +153,7 @@ class _Anchor:
 
 class _SaveWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, start: Tensor, *weights: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, start: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(*weights)
         return start.clone()
 

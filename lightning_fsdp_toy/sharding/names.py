@@ -1,11 +1,11 @@
 """Names without what ``torch.compile`` puts into them.
 
 Note: two ways to compile
-    ``block.compile()`` changes how ``block`` is called and no name. ``torch.compile(block)`` returns
-    a wrapper that holds ``block`` as its child ``_orig_mod``; where it takes the place of ``block``
-    in a model, every name below it has one part more. That part is left out of the names of
-    parameters and units and of the keys of state dicts, so that a checkpoint does not tell whether
-    the model that saved it was compiled, and loads in any other.
+    ``block.compile()`` changes how ``block`` is called and no name. ``torch.compile(block)``
+    returns a wrapper that holds ``block`` as its child ``_orig_mod``; where it takes the place of
+    ``block`` in a model, every name below it has one part more. That part is left out of the names
+    of parameters and units and of the keys of state dicts, so that a checkpoint does not tell
+    whether the model that saved it was compiled, and loads in any other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def named_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict under clean names."""
-    return _renamed(state, clean_name)
+    renamed: dict[str, Any] = _renamed(state, clean_name)
+    return renamed
 
 
 def keys_for(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,7 +79,8 @@ def keys_for(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
                 key = f"{prefix}{_WRAPPED}.{key[len(prefix) :]}".rstrip(".")
         return key
 
-    return _renamed(state, rename)
+    renamed: Mapping[str, Any] = _renamed(state, rename)
+    return renamed
 
 
 def _renamed(state: Any, rename: Callable[[str], str]) -> Any:

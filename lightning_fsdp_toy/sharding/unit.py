@@ -16,27 +16,25 @@ Note: one step of a unit
 from __future__ import annotations
 
 import logging
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
+from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.backward import ForwardPass
     from lightning_fsdp_toy.sharding.collectives import Work
     from lightning_fsdp_toy.sharding.root import RootState
 
-__all__ = ["Unit", "cast_floating", "is_grad_recording"]
+__all__ = ["Unit", "is_grad_recording"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +63,7 @@ class Unit:
         self.reader: int | None = None  # the autograd node that read a weight last
         # For each call of an inner module that has not ended.
         self._inner_calls: list[tuple[nn.Module, bool]] = []
-        self._handles: list[RemovableHandle] = []
-        self._register_hooks()
+        self._handles = register_hooks(self)
 
     @property
     def originals(self) -> Iterator[OriginalParameter]:
@@ -159,7 +156,7 @@ class Unit:
     def _output_trigger(self, end: int, forward_pass: ForwardPass, _grad: Tensor) -> None:
         self.root.backward.reach(self, end, forward_pass, is_output=True)
 
-    def _pre_inner(self, originals: list[OriginalParameter], module: nn.Module, _args: Any) -> None:
+    def pre_inner(self, originals: list[OriginalParameter], module: nn.Module, _args: Any) -> None:
         """A module that holds parameters of this unit is called.
 
         Inside the unit's forward there is nothing to do. Outside it (a method other than
@@ -168,7 +165,7 @@ class Unit:
         """
         if torch.compiler.is_compiling() and self.num_active > 0:
             return  # compiled code of the unit's forward: a hook that does something would end it
-        _eager(self._begin_inner, originals, module)
+        eager(self._begin_inner, originals, module)
 
     def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
         is_held = self.num_pins > 0 and any(flat.is_master_shown for flat in self.flats)
@@ -180,9 +177,10 @@ class Unit:
                 original.sync_requires_grad()
         self._inner_calls.append((module, stands_in))
 
-    def _post_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module that holds parameters of this unit has been called."""
         if self._inner_calls and self._inner_calls[-1][0] is module:
-            _eager(self._end_inner, module, args, output)
+            eager(self._end_inner, module, args, output)
 
     def _end_inner(self, module: nn.Module, args: Any, output: Any) -> None:
         _, stands_in = self._inner_calls.pop()
@@ -229,30 +227,6 @@ class Unit:
                 with self._range("reduce"):
                     started.append((flat, *flat.gradient.start_reduce()))
         return started
-
-    def _copy_into_state_dict(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """Keep views of the buffer, which will lose its memory, out of state dicts."""
-        for name, param in module._parameters.items():
-            value = state.get(prefix + name)
-            if value is None or param is None or value is param:  # the last: `keep_vars=True`
-                continue
-            flat = self.flat_of(param)
-            original = None if flat is None else flat.original_of(param)
-            if flat is None or original is None:
-                continue
-            if original.is_whole:
-                state[prefix + name] = value.as_strided(original.slot.shape, original.slot.stride)
-            elif param is original.unsharded:
-                state[prefix + name] = value.clone()
-            elif not self.root.has_warned:
-                self.root.has_warned = True
-                warnings.warn(
-                    "state_dict() of a sharded module holds only this rank's 1D pieces. Call it "
-                    "inside `unsharded(module)`, or use `full_state_dict(module)`.",
-                    stacklevel=2,
-                )
 
     # -- shared ---------------------------------------------------------------------------------
 
@@ -313,67 +287,6 @@ class Unit:
         label = f"FSDP::{phase} ({self.fqn})"
         logger.debug(label)
         return record_function(label)
-
-    def _register_hooks(self) -> None:
-        module, add = self.module, self._handles.append
-        pre_forward, post_forward = (
-            partial(_eager, self.pre_forward),
-            partial(_eager, self.post_forward),
-        )
-        add(module.register_forward_pre_hook(pre_forward, prepend=True))
-        add(module.register_forward_hook(post_forward, always_call=True))
-        policy = self.root.precision
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            add(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
-        inner: dict[nn.Module, list[OriginalParameter]] = {}
-        for number, flat in enumerate(self.flats):
-            for index, original in enumerate(flat.originals):
-                for home, _ in original.homes:
-                    inner.setdefault(home, []).append(original)
-                if original.can_train:
-                    self._hook_gradient(original, number, index)
-        for home in inner:
-            hook = partial(self._copy_into_state_dict)  # torch sets an attribute on it
-            add(home.register_state_dict_post_hook(hook))
-        inner.pop(module, None)
-        for home, originals in inner.items():
-            hook = partial(self._pre_inner, originals)
-            add(home.register_forward_pre_hook(hook, prepend=True))
-            add(home.register_forward_hook(self._post_inner, always_call=True))
-
-    def _hook_gradient(self, original: OriginalParameter, number: int, index: int) -> None:
-        is_trainable = original.unsharded.requires_grad
-        original.unsharded.requires_grad_(True)  # a frozen one may be unfrozen later
-        # A strong reference would be a cycle that the garbage collector cannot see.
-        collect = partial(_collect, weakref.ref(self), number, index)
-        self._handles.append(original.unsharded.register_post_accumulate_grad_hook(collect))
-        original.unsharded.requires_grad_(is_trainable)
-
-    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = self.root.precision.param_dtype
-        assert dtype is not None
-        cast: tuple[Any, Any] = cast_floating((args, kwargs), dtype)
-        return cast
-
-
-def _collect(unit_ref: weakref.ref[Unit], number: int, index: int, _param: Tensor) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        flat = unit.flats[number]
-        unit.collect(flat, flat.originals[index])
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` (any tree) with its floating-point tensors in ``dtype``."""
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
-
-
-@torch.compiler.disable
-def _eager(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``; compiled code ends before it and begins anew behind it."""
-    return function(*args)
 
 
 def is_grad_recording() -> bool:
