@@ -51,13 +51,16 @@ def test_ranks_see_disjoint_halves_and_share_metrics(tmp_path):  # C01
     assert mean_0 == mean_1 == 0.5
 
 
-def _train(strategy, directory, options):
+def _train(strategy, directory, options, **arguments):
     torch.manual_seed(0)
     module = LitStack()
+    if arguments:
+        strategy = ToyFSDPStrategy(**arguments)
     trainer = make_trainer(strategy, directory, max_epochs=3, **options)
     trainer.fit(module, regression_data(), regression_data())
     validated = trainer.callback_metrics["val/loss"].item()
-    weights = full_parameters(module) if "toy" in strategy else dict(module.named_parameters())
+    is_sharded = not isinstance(strategy, str) or "toy" in strategy
+    weights = full_parameters(module) if is_sharded else dict(module.named_parameters())
     return module.losses, validated, {name: w.detach().clone() for name, w in weights.items()}
 
 
@@ -76,6 +79,19 @@ def test_accumulation_matches_ddp_within_rounding(tmp_path):
     ours = run_ranks(_train, 2, "toy_fsdp", tmp_path, options)
     ddp = run_ranks(_train, 2, "ddp", tmp_path, options)
     assert ours[0][0] == pytest.approx(ddp[0][0], rel=1e-5)
+
+
+def _train_synced_last(strategy, directory, options):
+    return _train(strategy, directory, options, gradient_sync="last_micro_batch")
+
+
+def test_accumulation_synced_once_equals_ddp(tmp_path):  # and so does a short last window
+    options = {"accumulate_grad_batches": 3}
+    ours = run_ranks(_train_synced_last, 2, "toy_fsdp", tmp_path, options)
+    ddp = run_ranks(_train, 2, "ddp", tmp_path, options)
+    for mine, theirs in zip(ours, ddp, strict=True):
+        assert mine[0] == theirs[0]
+        assert_equal(mine[2], theirs[2])
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
