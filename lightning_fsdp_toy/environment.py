@@ -1,4 +1,4 @@
-"""The ranks of a run: started, numbered, and talking about small things; no sharding here."""
+"""The ranks of a run: started and numbered; no sharding here."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 # Lightning keeps these to itself, but every strategy of its own is built from them.
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp_toy.spawning import ShardedLauncher
@@ -27,7 +24,7 @@ __all__ = ["RankEnvironment"]
 
 
 class RankEnvironment(ParallelStrategy):
-    """The members of a strategy that start ranks and let them agree, as in ``DDPStrategy``."""
+    """The members of a strategy that start ranks, as in ``DDPStrategy``."""
 
     num_nodes: int
     _timeout: timedelta
@@ -90,28 +87,3 @@ class RankEnvironment(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         for helper in (rank_zero_only, utils_rank_zero_only):
             helper.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
-    ) -> Tensor | Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor

@@ -55,13 +55,16 @@ from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
 from lightning_fsdp_toy.steps import ShardedSteps
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer
+from lightning_fsdp_toy.waits import NamedWaits
 
 __all__ = ["ToyFSDPStrategy"]
 
 logger = logging.getLogger(__name__)
 
 
-class ToyFSDPStrategy(CompiledModules, ShardedSteps, ShardedCheckpointing, RankEnvironment):
+class ToyFSDPStrategy(
+    CompiledModules, ShardedSteps, ShardedCheckpointing, NamedWaits, RankEnvironment
+):
     """Fully sharded data parallel, written to be read, on CPU (gloo) and CUDA (NCCL).
 
     Arguments that Lightning's ``FSDPStrategy`` has too mean the same here.
@@ -226,6 +229,7 @@ class ToyFSDPStrategy(CompiledModules, ShardedSteps, ShardedCheckpointing, RankE
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        self.watch_for_stalls(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -305,6 +309,7 @@ class ToyFSDPStrategy(CompiledModules, ShardedSteps, ShardedCheckpointing, RankE
         if self.lightning_module is not None and "_fsdp_root" in self.lightning_module.__dict__:
             self.root.settle()
         self._end_compiled_run()
+        self.end_watch()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

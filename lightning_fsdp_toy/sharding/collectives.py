@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp_toy.sharding.ledger import Ledger
+from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 
 __all__ = ["LocalTransport", "NativeTransport", "Transport", "Work", "copy_unless_same_"]
 
@@ -86,6 +87,7 @@ class Transport(ABC):
         if group is not None and dist.get_backend(group) == "nccl":
             # Agreements stay off the device, so that they never wait for its queue.
             self._control = new_group_like(group, "gloo")
+        self._stalls = stall_detector() if self.world_size > 1 else None
 
     def allocate_(self, buffer: Tensor) -> None:
         """Give ``buffer`` (1D) its memory; the contents are undefined."""
@@ -104,12 +106,12 @@ class Transport(ABC):
                 rank's part of ``buffer`` itself. Must not change before the work is waited for.
             unit: name for the ledger and for errors.
         """
-        name = f"{buffer.numel()} x {buffer.dtype}"
-        with self._named("all-gather", unit, name):
-            as_bytes = buffer.view(torch.uint8), own.view(torch.uint8)
-            work = self._start_all_gather_(*as_bytes, unit)
+        as_bytes = buffer.view(torch.uint8), own.view(torch.uint8)
+        work = self._start(
+            "all-gather", unit, buffer, lambda: self._start_all_gather_(*as_bytes, unit)
+        )
         self._record("all_gather", unit, buffer)
-        return self._waiting("all-gather", unit, work)
+        return work
 
     def all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
         """Fill ``buffer`` (1D) with every rank's ``own`` (1D), in rank order."""
@@ -127,30 +129,39 @@ class Transport(ABC):
             accumulate: keep what ``out`` holds and add to it; otherwise it is overwritten.
             unit: name for the ledger and for errors.
         """
-        with self._named("reduce-scatter", unit, f"{buffer.numel()} x {buffer.dtype}"):
-            work = self._start_reduce_scatter(buffer, out, accumulate, unit)
+        work = self._start(
+            "reduce-scatter",
+            unit,
+            buffer,
+            lambda: self._start_reduce_scatter(buffer, out, accumulate, unit),
+        )
         self._record("reduce_scatter", unit, buffer)
-        return self._waiting("reduce-scatter", unit, work)
+        return work
 
     def start_all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> Work:
         """Begin to add every rank's ``buffer`` into ``out`` (1D, same numel), in rank order."""
         part = out.chunk(self.world_size)[self.rank]
-        with self._named("all-reduce", unit, f"{buffer.numel()} x {buffer.dtype}"):
+
+        def begin() -> Work:
             work = self._start_reduce_scatter(buffer, part, accumulate, unit)
+
+            def finish() -> None:
+                work.wait()
+                self._start_all_gather_(out.view(torch.uint8), part.view(torch.uint8), unit).wait()
+                self._record("all_reduce", unit, out)
+
+            return Work(finish)
+
+        work = self._start("all-reduce", unit, buffer, begin)
         self._record("all_reduce", unit, buffer)
-
-        def finish() -> None:
-            work.wait()
-            self._start_all_gather_(out.view(torch.uint8), part.view(torch.uint8), unit).wait()
-            self._record("all_reduce", unit, out)
-
-        return self._waiting("all-reduce", unit, Work(finish))
+        return work
 
     def broadcast_(self, tensor: Tensor, unit: str) -> None:
         """Overwrite ``tensor`` (1D, any dtype) with rank 0's."""
         if self.group is None or self.world_size == 1:
             return
-        with self._named("broadcast", unit, f"{tensor.numel()} x {tensor.dtype}"):
+        self._compare("broadcast", unit, f"{tensor.numel()} x {tensor.dtype}")
+        with self._named("broadcast", unit):
             dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
         sent = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
         self.ledger.record("broadcast", unit, sent)
@@ -160,7 +171,8 @@ class Transport(ABC):
         if self._control is None or self.world_size == 1 or not flags:
             return flags
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        with self._named("agreement", unit, f"{len(flags)} flags"):
+        self._compare("agreement", unit, f"{len(flags)} flags")
+        with self._named("agreement on used parameters", unit, self._control):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         self.ledger.record("control", unit, tensor.numel())
         return [bool(flag) for flag in tensor.tolist()]
@@ -170,7 +182,8 @@ class Transport(ABC):
         if self._control is None or self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
-        with self._named("agreement", unit, "objects"):
+        self._compare("agreement", unit, "objects")
+        with self._named("agreement", unit, self._control):
             dist.all_gather_object(gathered, value, group=self._control)
         return gathered
 
@@ -191,7 +204,15 @@ class Transport(ABC):
             share = buffer.numel() * buffer.element_size() // self.world_size
             self.ledger.record(operation, unit, share * (self.world_size - 1))
 
-    def _waiting(self, operation: str, unit: str, work: Work) -> Work:
+    def _start(self, operation: str, unit: str, buffer: Tensor, begin: Callable[[], Work]) -> Work:
+        """Begin a collective; its work names it to the stall detector while it waits."""
+        self._compare(operation, unit, f"{buffer.numel()} x {buffer.dtype}")
+        try:
+            work = begin()
+        except RuntimeError:  # a lost peer
+            with self._named(operation, unit):
+                raise
+
         def finish() -> None:
             with self._named(operation, unit):
                 work.wait()
@@ -199,15 +220,23 @@ class Transport(ABC):
         return Work(finish)
 
     @contextmanager
-    def _named(self, operation: str, unit: str, detail: str = "") -> Iterator[None]:
-        """Add rank, operation and unit to an error of the process group (timeout, lost peer)."""
-        try:
-            if self.is_debug and detail:
-                self._compare(operation, unit, detail)
+    def _named(
+        self, operation: str, unit: str, group: dist.ProcessGroup | None = None
+    ) -> Iterator[None]:
+        """Wait inside: tell the stall detector where, and add it to an error of the group.
+
+        Entered once for every collective, by all ranks in the same order, whether or not there is
+        anything left to wait for: what the stall detector concludes rests on that.
+        """
+        if self._stalls is None:
             yield
+            return
+        try:
+            with self._stalls.waiting(operation, unit, self.group if group is None else group):
+                yield
+        except (StallError, RanksDisagreeError):
+            raise  # they name all ranks
         except RuntimeError as error:
-            if isinstance(error, RanksDisagreeError):
-                raise
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size}: {operation} of unit `{unit}` failed: "
@@ -217,11 +246,12 @@ class Transport(ABC):
 
     def _compare(self, operation: str, unit: str, detail: str) -> None:
         """Debug mode: raise on every rank where the ranks are about to do different things."""
-        if self._control is None or self.world_size == 1:
+        if not self.is_debug or self._control is None or self.world_size == 1:
             return
         mine = f"{operation} of unit `{unit}` ({detail})"
         theirs: list[Any] = [None] * self.world_size
-        dist.all_gather_object(theirs, mine, group=self._control)
+        with self._named("comparison", "<debug>", self._control):
+            dist.all_gather_object(theirs, mine, group=self._control)
         if len(set(theirs)) > 1:
             each = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(theirs))
             raise RanksDisagreeError(f"The ranks are about to do different things. {each}.")
