@@ -38,7 +38,7 @@ __all__ = ["RankError", "Rank", "run_ranks", "redirect_output"]
 logger = logging.getLogger(__name__)
 
 _BLAME_GRACE_S = 1.0  # how long a rank that lost its peer waits for that peer's death to be seen
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "recvValue failed")
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "recvValue failed", "has left: ")
 PRELOADED = ["lightning_fsdp_toy.launch", "lightning_fsdp_toy.tasks.fit"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -223,6 +223,8 @@ class _ErrorReport:
             return
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(128 + int(signal.SIGINT)) from error
+        if type(error).__name__ == "SIGTERMException":  # Lightning's, which has no exit code
+            raise SystemExit(128 + int(signal.SIGTERM)) from error
         if isinstance(error, SystemExit):
             if error.code:
                 return
