@@ -251,15 +251,13 @@ class ToyFSDPStrategy(
                 root.settle()
             else:
                 restore(root)
+        apply_activation_checkpointing(
+            model, self.activation_checkpointing_policy, self.activation_checkpointing_reentrant
+        )
         if "_fsdp_root" not in model.__dict__:
             for module in model.modules():
                 if isinstance(module, Metric):  # its state is no buffer
                     module.to(self.root_device)
-            apply_activation_checkpointing(
-                model,
-                self.activation_checkpointing_policy,
-                self.activation_checkpointing_reentrant,
-            )
             shard_with_options(model, self._run_options(), device=self.root_device)
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]

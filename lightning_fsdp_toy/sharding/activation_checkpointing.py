@@ -115,7 +115,6 @@ class CheckpointedForward:
         )
         if not torch.is_grad_enabled() or not self._needs_gradient(args, kwargs):
             return forward(*args, **kwargs)
-        run = _reentrant if self.use_reentrant else _nonreentrant
         if torch.compiler.is_compiling():  # the compiled graph saves weights as its own inputs
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         anchor = _Anchor()
@@ -124,7 +123,7 @@ class CheckpointedForward:
             anchor.recall()
             return forward(*args, **kwargs)
 
-        output = run(first_or_again, args, kwargs)
+        output = _checkpoint(first_or_again, args, kwargs, self.use_reentrant)
         anchor.save(self.module)
         return output
 
@@ -158,32 +157,44 @@ class _SaveWeights(torch.autograd.Function):
         return start.clone()
 
 
-def _nonreentrant(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, use_reentrant: bool) -> Any:
+    """Call PyTorch's checkpoint with any arguments and outputs.
 
-
-def _reentrant(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call PyTorch's re-entrant checkpoint with any arguments and outputs.
-
-    It knows positional tensors and a tuple of output tensors only: tensors elsewhere would lose
-    their gradients without a word, and so would weights where no input requires a gradient. So
-    arguments and outputs are flattened, and an empty tensor that requires a gradient goes along.
+    It knows positional tensors, and re-entrant only a tuple of output tensors: elsewhere gradients
+    would be lost without a word. And a tensor given twice (attention asks whether query is key)
+    would come back as two. So each tensor of the arguments is passed once.
     """
     leaves, spec = tree_flatten((args, kwargs))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    keys = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    order = list(tensors)  # the tensors themselves must not live as long as `call`
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(*values: Tensor) -> Any:
+        given = dict(zip(order, values, strict=True))
+        pairs = zip(keys, constants, strict=True)
+        args, kwargs = tree_unflatten(
+            [constant if key is None else given[key] for key, constant in pairs], spec
+        )
+        return function(*args, **kwargs)
+
+    if not use_reentrant:
+        return checkpoint(call, *tensors.values(), use_reentrant=False)
     output_specs = []
 
-    def flat(start: Tensor, *leaves: Any) -> tuple[Any, ...]:
-        args, kwargs = tree_unflatten(leaves, spec)
-        outputs, output_spec = tree_flatten(function(*args, **kwargs))
-        if not any(isinstance(output, Tensor) for output in outputs):
+    def flat_call(start: Tensor, *values: Tensor) -> tuple[Any, ...]:
+        output = call(*values)
+        outputs, output_spec = tree_flatten(output)
+        if not any(isinstance(leaf, Tensor) for leaf in outputs):
             raise TypeError(
                 f"Re-entrant activation checkpointing finds no tensor in an output of type "
-                f"{output_spec.type}: its gradients would be lost. Return tensors in tuples, "
-                f"lists or dicts, or use use_reentrant=False."
+                f"`{type(output).__name__}`: its gradients would be lost. Return tensors in "
+                f"tuples, lists or dicts, or use use_reentrant=False."
             )
         output_specs.append(output_spec)
         return start.clone(), *outputs
 
+    # Weights get gradients only if some input requires one: this does, and has no elements.
     start = torch.empty(0, requires_grad=True)
-    _, *outputs = checkpoint(flat, start, *leaves, use_reentrant=True)
+    _, *outputs = checkpoint(flat_call, start, *tensors.values(), use_reentrant=True)
     return tree_unflatten(outputs, output_specs[0])

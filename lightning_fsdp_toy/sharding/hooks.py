@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["cast_floating", "eager", "register_hooks"]
-
-_T = TypeVar("_T")
 
 
 def register_hooks(unit: Unit) -> list[RemovableHandle]:
@@ -56,12 +54,13 @@ def register_hooks(unit: Unit) -> list[RemovableHandle]:
     return handles
 
 
-def eager(function: Callable[..., _T], *args: Any) -> _T:
-    """Call ``function``; compiled code ends before it and begins anew behind it."""
-    if torch.compiler.is_compiling():
-        result: _T = torch.compiler.disable(function)(*args)
-        return result
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``."""
     return function(*args)
+
+
+# The same where compiled code ends before the call and begins anew behind it.
+eager: Callable[..., Any] = torch.compiler.disable(_call)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

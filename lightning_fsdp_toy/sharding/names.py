@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _WRAPPED = "_orig_mod"
+_State = TypeVar("_State", bound=Mapping[str, Any])
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
@@ -37,11 +38,9 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that was compiled; ``module`` itself if it is no wrapper."""
-    while is_compiled_wrapper(module):
-        inner = module._modules[_WRAPPED]
-        assert inner is not None, "a compiled wrapper without a module"
-        module = inner
-    return module
+    inner = module._modules[_WRAPPED] if is_compiled_wrapper(module) else module
+    assert inner is not None, "a compiled wrapper without a module"
+    return inner
 
 
 def clean_name(name: str) -> str:
@@ -62,8 +61,7 @@ def named_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict under clean names."""
-    renamed: dict[str, Any] = _renamed(state, clean_name)
-    return renamed
+    return _renamed(state, clean_name)
 
 
 def keys_for(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,11 +77,10 @@ def keys_for(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
                 key = f"{prefix}{_WRAPPED}.{key[len(prefix) :]}".rstrip(".")
         return key
 
-    renamed: Mapping[str, Any] = _renamed(state, rename)
-    return renamed
+    return _renamed(state, rename)
 
 
-def _renamed(state: Any, rename: Callable[[str], str]) -> Any:
+def _renamed(state: _State, rename: Callable[[str], str]) -> _State | OrderedDict[str, Any]:
     """Return ``state`` with other keys, the versions of modules that torch keeps beside it too."""
     if all(rename(key) == key for key in state):
         return state

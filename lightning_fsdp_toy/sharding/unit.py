@@ -163,9 +163,10 @@ class Unit:
         ``forward``, a submodule called on its own, a second forward after a backward inside one
         ``training_step``) the call stands in for the unit's forward.
         """
-        if torch.compiler.is_compiling() and self.num_active > 0:
-            return  # compiled code of the unit's forward: a hook that does something would end it
-        eager(self._begin_inner, originals, module)
+        if not torch.compiler.is_compiling():
+            self._begin_inner(originals, module)
+        elif self.num_active == 0:  # in compiled code of the unit's forward nothing is to be done
+            eager(self._begin_inner, originals, module)
 
     def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
         is_held = self.num_pins > 0 and any(flat.is_master_shown for flat in self.flats)
