@@ -4,7 +4,13 @@ Note: two forms
     ``state_dict_type`` decides what is saved: ``"full"`` is one file with the keys, shapes and
     dtypes that DDP writes, ``"sharded"`` a directory with one file per rank and ``meta.pt`` for all
     that is not sharded. Loading looks at what it is given, so either form can be read whichever the
-    strategy saves, at any world size.
+    strategy saves, at any world size. No rank holds a whole checkpoint but rank 0 while it saves a
+    full one, see the note on files and memory in ``checkpoint_files.py``.
+
+Note: random numbers
+    As under Lightning's own strategies, no checkpoint holds the state of random number generators:
+    a module with dropout that is resumed draws other numbers than an unbroken run. One that seeds
+    every micro-batch, as ``LitLanguageModel`` does, resumes exactly, at another world size too.
 """
 
 from __future__ import annotations
@@ -16,13 +22,18 @@ from typing import Any
 
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp_toy.checkpoint_files import StreamedCheckpointIO, local_path, partial_path
 from lightning_fsdp_toy.sharding import RootState, get_root
 from lightning_fsdp_toy.sharding.sharded_checkpoint import (
+    MODEL_KEY,
+    ShardOfTensor,
     load_sharded_model,
     load_sharded_optimizer,
     save_sharded,
@@ -51,6 +62,20 @@ class ShardedCheckpointing(ParallelStrategy):
         assert self.lightning_module is not None, "no model is connected"
         return get_root(self.lightning_module)
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = StreamedCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = StreamedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole weights on rank 0 and nothing elsewhere; or this rank's shards."""
@@ -61,13 +86,18 @@ class ShardedCheckpointing(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.load_weights(checkpoint, "state_dict", strict)
+
+    def load_weights(self, checkpoint: Mapping[str, Any], key: str, strict: bool = True) -> None:
+        """Load the weights under ``key`` of what ``load_checkpoint`` returned."""
         assert self.lightning_module is not None
         load = self.lightning_module.load_state_dict
+        state = checkpoint.get(key, {}) if self._sharded_path is not None else checkpoint[key]
         if self._sharded_path is not None:
-            small = checkpoint.get("state_dict", {})
-            load_sharded_model(self.root, self._sharded_path, strict, small, load)
+            name = _sharded_key(key)
+            load_sharded_model(self.root, self._sharded_path, strict, state, load, name)
         else:
-            load_model_state(self.root, checkpoint["state_dict"], strict, load)
+            load_model_state(self.root, state, strict, load)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -96,25 +126,46 @@ class ShardedCheckpointing(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = Path(self.broadcast(filepath))
-        partial = path.with_name(f"{path.name}.partial")
-        error = self.broadcast(_in_the_way(path, partial) if self.is_global_zero else None)
+        filepath = self.broadcast(filepath)
+        path = local_path(filepath)
+        if path is None and self.state_dict_type == "sharded":
+            raise ValueError(
+                f"A sharded checkpoint is a directory that all ranks write, got {filepath!s}. Save "
+                f"to a file system that is mounted on every rank, or use state_dict_type='full'."
+            )
+        if path is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        error = self.broadcast(_in_the_way(path) if self.is_global_zero else None)
         if error:
             raise IsADirectoryError(error)
         if self.state_dict_type == "full":
             if self.is_global_zero:
                 _remove(path, unless_file=True)
             super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        # Written beside its place and then moved: an older checkpoint is lost only for a whole one.
+        else:
+            self._save_sharded(checkpoint, path)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write ``checkpoint`` to a directory; it keeps what is not sharded.
+
+        Written beside its place and then moved: an older checkpoint is lost only for a whole one.
+        """
+        partial = partial_path(path)
         states = checkpoint.pop("optimizer_states", [])
-        model = checkpoint.pop("state_dict")
-        small = save_sharded(self.root, partial, model, states)
-        checkpoint["state_dict"] = {k: v for k, v in model.items() if not isinstance(v, Tensor)}
+        models = {key: entry for key, entry in checkpoint.items() if _is_sharded_state(key, entry)}
+        by_name = {_sharded_key(key): model for key, model in models.items()}
+        small = save_sharded(self.root, partial, by_name, states)
+        for key, model in models.items():
+            checkpoint[key] = {k: v for k, v in model.items() if not isinstance(v, Tensor)}
         if states:
             checkpoint["optimizer_states"] = small
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, partial / _METADATA_FILENAME)
+            io: CheckpointIO | None = self.checkpoint_io
+            if isinstance(io, _WrappingCheckpointIO):  # it must be there before the directory moves
+                io = io.checkpoint_io
+            assert io is not None
+            io.save_checkpoint(checkpoint, partial / _METADATA_FILENAME)
             _remove(path)
             partial.rename(path)
         self.barrier()
@@ -124,30 +175,45 @@ class ShardedCheckpointing(ParallelStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a file, or what is not sharded of a directory; of either, whichever was saved."""
-        path = Path(self.broadcast(checkpoint_path))
-        self._sharded_path = path if _is_sharded_checkpoint(path) else None
+        checkpoint_path = self.broadcast(checkpoint_path)
+        path = local_path(checkpoint_path)
+        is_sharded = path is not None and _is_sharded_checkpoint(path)
+        self._sharded_path = path if is_sharded else None
         if self._sharded_path is not None:
-            path = path / _METADATA_FILENAME
-        elif path.is_dir():
+            checkpoint_path = self._sharded_path / _METADATA_FILENAME
+        elif path is not None and path.is_dir():
             raise ValueError(
                 f"{path} is a directory but no sharded checkpoint ({_METADATA_FILENAME} is "
                 f"missing: it was not saved to the end, or it is something else)."
             )
-        return super().load_checkpoint(path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero and _is_sharded_checkpoint(Path(filepath)):
-            shutil.rmtree(filepath)
+        path = local_path(filepath)
+        if path is not None and self.is_global_zero and _is_sharded_checkpoint(path):
+            shutil.rmtree(path)
         else:
             super().remove_checkpoint(filepath)
 
 
-def _in_the_way(path: Path, partial: Path) -> str | None:
+def _sharded_key(key: str) -> str:
+    """Return the name in a directory of shards of what a checkpoint holds under ``key``."""
+    return MODEL_KEY if key == "state_dict" else key
+
+
+def _is_sharded_state(key: str, entry: Any) -> bool:
+    is_state = isinstance(entry, dict)
+    return is_state and (
+        key == "state_dict" or any(isinstance(value, ShardOfTensor) for value in entry.values())
+    )
+
+
+def _in_the_way(path: Path) -> str | None:
     """Remove what an interrupted save left; return a message if something else is in the way."""
     if path.is_dir() and not _is_sharded_checkpoint(path) and any(path.iterdir()):
         return f"The checkpoint path is a directory with other files: {path}"
-    _remove(partial)
+    _remove(partial_path(path))
     return None
 
 

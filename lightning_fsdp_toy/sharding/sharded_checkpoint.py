@@ -43,6 +43,7 @@ from lightning_fsdp_toy.sharding.state_dict import (
 from lightning_fsdp_toy.sharding.whole import show_faces
 
 __all__ = [
+    "MODEL_KEY",
     "ShardOfTensor",
     "load_sharded_model",
     "load_sharded_optimizer",
@@ -169,7 +170,7 @@ def sharded_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -
 def save_sharded(
     root: RootState,
     path: Path,
-    model: Mapping[str, Any],
+    models: Mapping[str, Mapping[str, Any]],
     optimizers: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Write shards to the directory ``path``; a collective.
@@ -177,7 +178,8 @@ def save_sharded(
     Args:
         root: the sharded model.
         path: directory, the same on every rank.
-        model: from ``sharded_model_state``, possibly with fewer entries.
+        models: by name (``MODEL_KEY`` for the model's own), states that ``sharded_model_state``
+            returned, possibly with fewer entries.
         optimizers: from ``sharded_optimizer_state``.
 
     Returns:
@@ -185,7 +187,8 @@ def save_sharded(
         it): the caller keeps it beside them.
     """
     state: dict[str, Any] = {
-        MODEL_KEY: {key: value for key, value in model.items() if isinstance(value, Tensor)}
+        name: {key: value for key, value in model.items() if isinstance(value, Tensor)}
+        for name, model in models.items()
     }
     small = []
     for index, optimizer in enumerate(optimizers):
@@ -204,6 +207,7 @@ def load_sharded_model(
     strict: bool = True,
     small: Mapping[str, Any] | None = None,
     load_state_dict: Callable[..., Any] | None = None,
+    name: str = MODEL_KEY,
 ) -> None:
     """Read the model's shards from the directory ``path``; optimizer state is not read.
 
@@ -213,6 +217,7 @@ def load_sharded_model(
         strict: refuse missing and unexpected keys.
         small: entries of the saved state dict that are no tensors (extra state).
         load_state_dict: ``root.module.load_state_dict`` if None.
+        name: which of the states that ``save_sharded`` was given.
 
     Raises:
         RuntimeError: ``strict`` and keys are missing or unexpected, or a shape differs; every rank
@@ -222,7 +227,7 @@ def load_sharded_model(
     state = sharded_model_state(root)
     small = dict(small or {})
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    prefix = f"{MODEL_KEY}."
+    prefix = f"{name}."
     present = {key.removeprefix(prefix): md for key, md in saved.items() if key.startswith(prefix)}
     errors = []
     for key, value in state.items():
@@ -237,7 +242,7 @@ def load_sharded_model(
     if errors:
         raise RuntimeError(f"Cannot load the sharded checkpoint {path}: {'; '.join(errors)}.")
     found = {k: v for k, v in state.items() if k in present and isinstance(v, Tensor)}
-    _read(root, path, {MODEL_KEY: found})
+    _read(root, path, {name: found})
     others = {k: v for k, v in found.items() if not isinstance(v, ShardOfTensor)} | small
     with show_faces(root, meta_parameter):  # buffers, metrics, extra state; no parameters
         load = load_state_dict or root.module.load_state_dict
