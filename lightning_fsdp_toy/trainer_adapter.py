@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
+from lightning_fsdp_toy.averaging import adapt_averaging, attach_averages
 from lightning_fsdp_toy.sharding.state_dict import full_shapes
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding import RootState
 
-__all__ = ["adapt_trainer"]
+__all__ = ["adapt_trainer", "prepare_trainer"]
 
 
 @dataclass
@@ -32,6 +33,11 @@ class _Counted:
         return self.data
 
 
+def prepare_trainer(trainer: Trainer) -> None:
+    """Make callbacks ready for a module that will be sharded; called before their ``setup``."""
+    adapt_averaging(trainer)
+
+
 def adapt_trainer(trainer: Trainer, root: RootState) -> None:
     """Make evaluation and model summaries right for a sharded module.
 
@@ -44,6 +50,7 @@ def adapt_trainer(trainer: Trainer, root: RootState) -> None:
         loop.inference_mode = False
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         _sync_after(trainer.lightning_module, name, root)
+    attach_averages(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
