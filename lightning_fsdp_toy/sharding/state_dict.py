@@ -3,8 +3,10 @@
 Note: full state
     Units are unsharded one after the other; rank 0 copies each parameter to CPU memory of its own,
     so nothing it returns shares memory with a shard or a buffer that training goes on to change.
-    The other ranks never hold more than one unit. Loading goes the other way without a collective:
-    every rank cuts its pieces out of the tensors it is given.
+    The other ranks never hold more than one unit. All copies are allocated before the first unit is
+    unsharded: buffers that come and go between them would leave holes as large as the model, which
+    the allocator does not use again for tensors of the same size. Loading goes the other way
+    without a collective: every rank cuts its pieces out of the tensors it is given.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def full_shapes(root: RootState) -> Any:
     return show_faces(root, meta_parameter)
 
 
+@torch.no_grad()
 def full_model_state(
     root: RootState, make_state_dict: Callable[[], dict[str, Any]] | None = None
 ) -> dict[str, Any]:
@@ -153,8 +156,8 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
         members = [o for o in flat.originals if index_of.get(id(o.sharded)) in state]
         keys = dict.fromkeys(
             key
-            for original in members
-            for key, value in state[index_of[id(original.sharded)]].items()
+            for original, entry in entries.items()
+            for key, value in entry.items()
             if is_elementwise(key, value, original.sharded.shape)
         )
         for key in keys:
@@ -214,6 +217,11 @@ def in_memory_order(value: Tensor, slot: ParamSlot) -> Tensor:
     strided = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
     strided.copy_(value)
     return strided.as_strided((slot.numel,), (1,))
+
+
+def _empty_whole(original: OriginalParameter, piece: Tensor) -> Tensor:
+    """Return memory on the CPU for the whole tensor of which ``piece`` is this rank's part."""
+    return torch.empty_strided(original.slot.shape, original.slot.stride, dtype=piece.dtype)
 
 
 def _empty_parameter(original: OriginalParameter) -> nn.Parameter:
