@@ -148,8 +148,11 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
     A collective; one unit's state of one kind is gathered at a time.
     """
     state_dict = optimizer.state_dict()
-    # The entries are the optimizer's own dicts: copy them before putting whole tensors in.
-    state: dict[int, dict[str, Any]] = {i: dict(e) for i, e in state_dict["state"].items()}
+    # The entries are the optimizer's own dicts, which hold step counts that go on counting.
+    state: dict[int, dict[str, Any]] = {
+        index: {key: _own_scalar(value) for key, value in entry.items()}
+        for index, entry in state_dict["state"].items()
+    }
     index_of = _parameter_indices(optimizer)
     is_first = root.mesh.world.rank == 0
     for flat in root.flats:
@@ -217,6 +220,10 @@ def in_memory_order(value: Tensor, slot: ParamSlot) -> Tensor:
     strided = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device)
     strided.copy_(value)
     return strided.as_strided((slot.numel,), (1,))
+
+
+def _own_scalar(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _empty_whole(original: OriginalParameter, piece: Tensor) -> Tensor:
