@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -268,22 +269,27 @@ def test_optimizer_state_crosses_from_ddp_and_back(saved, unbroken, tmp_path, wo
         torch.testing.assert_close(moments, unbroken[1], rtol=1e-5, atol=1e-6)
 
 
+class GathersOnce(Callback):
+    """Gathers everything after the first step of a fit."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 1 and not hasattr(self, "gathered"):
+            weights, moments = _state(trainer)
+            self.gathered = dict(weights) | {
+                f"{index}.{name}": value
+                for index, entry in (moments or {}).items()
+                for name, value in entry.items()
+            }
+            self.kept = {key: value.clone() for key, value in self.gathered.items()}
+
+
 def _gather_and_train_on(sharding, directory):
-    module = _module()
-    trainer = _trainer(ToyFSDPStrategy(sharding_strategy=sharding), directory)
-    batches = make_batches(STEP)
-    trainer.fit(module, _deal(batches))
-    weights, moments = _state(trainer)
-    gathered = dict(weights) | {
-        f"{index}.{name}": value
-        for index, entry in (moments or {}).items()
-        for name, value in entry.items()
-    }
-    kept = {key: value.clone() for key, value in gathered.items()}
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, _deal(batches))
-    changed = [key for key, value in gathered.items() if not torch.equal(value, kept[key])]
-    return len(gathered), changed
+    callback = GathersOnce()
+    strategy = ToyFSDPStrategy(sharding_strategy=sharding)
+    trainer = _trainer(strategy, directory, callbacks=[callback])
+    trainer.fit(_module(), _deal(make_batches(3 * STEP)))
+    gathered, kept = callback.gathered, callback.kept
+    return len(gathered), [key for key in gathered if not torch.equal(gathered[key], kept[key])]
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
