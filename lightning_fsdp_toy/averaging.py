@@ -97,9 +97,9 @@ class ShardedAverage(AveragedModel):
         self.meet()
         current = _Pieces(self.strategy.root)
         for ours, theirs in zip(_tensors(self.module), _tensors(current), strict=True):
-            before = ours.detach().clone()
-            ours.detach().copy_(theirs.detach())
-            theirs.detach().copy_(before)
+            before = ours.data.clone()
+            ours.data.copy_(theirs.data)
+            theirs.data.copy_(before)
 
     @override
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -130,7 +130,7 @@ class ShardedAverage(AveragedModel):
         self.meet()
         current = _Pieces(self.strategy.root)
         for ours, theirs in zip(_tensors(self.module), _tensors(current), strict=True):
-            ours.detach().copy_(theirs.detach())
+            ours.data.copy_(theirs.data)
 
 
 class _Pieces(nn.Module):
