@@ -89,7 +89,7 @@ class ShardedAverage(AveragedModel):
         root = self.strategy.root
         root.rest()
         root.sync_buffers()
-        broadcast_buffers(list(self.module.buffers()), root.transport)
+        broadcast_buffers(list(self.module.buffers()), root.mesh.world)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -54,7 +54,7 @@ from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
 from lightning_fsdp_toy.steps import ShardedSteps
-from lightning_fsdp_toy.trainer_adapter import adapt_trainer
+from lightning_fsdp_toy.trainer_adapter import adapt_trainer, prepare_trainer
 from lightning_fsdp_toy.waits import NamedWaits
 
 __all__ = ["ToyFSDPStrategy"]
@@ -223,6 +223,12 @@ class ToyFSDPStrategy(
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.lightning_module is not None:
+            prepare_trainer(self.lightning_module.trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

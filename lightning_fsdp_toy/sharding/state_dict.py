@@ -1,11 +1,11 @@
 """Full state dicts: what a replicated run would save, from shards and back.
 
 Note: full state
-    Units are unsharded one after the other; rank 0 copies each parameter to CPU memory of its own,
-    so nothing it returns shares memory with a shard or a buffer that training goes on to change.
-    The other ranks never hold more than one unit. All copies are allocated before the first unit is
-    unsharded: buffers that come and go between them would leave holes as large as the model, which
-    the allocator does not use again for tensors of the same size. Loading goes the other way
+    Flat parameters are gathered one after the other; rank 0 copies each parameter to CPU memory of
+    its own, so nothing it returns shares memory with a shard or a buffer that training goes on to
+    change. The other ranks never hold more than one of them. All copies are allocated before the
+    first gather: buffers that come and go between them would leave holes as large as the model,
+    which the allocator does not use again for tensors of the same size. Loading goes the other way
     without a collective: every rank cuts its pieces out of the tensors it is given.
 """
 
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 
+_Pieces = dict[OriginalParameter, Any]
+
 _SCALARS = ("step", "mu_product", "eta", "mu")  # of NAdam and ASGD, beside every step count
 
 
@@ -63,12 +65,13 @@ def full_model_state(
     root.rest()
     root.sync_buffers()
     is_first = root.mesh.world.rank == 0
-    copies: dict[OriginalParameter, Tensor] = {}
+    originals = root.originals() if is_first else iter(())
+    copies = {original: _empty_whole(original, original.sharded) for original in originals}
     for flat in root.flats:
         whole = flat.master.tensor if flat.is_readable else _gather_whole(flat, flat.shard)
         if is_first:
             for original in flat.originals:
-                copies[original] = original.view_of(whole).to("cpu", copy=True)
+                copies[original].copy_(original.view_of(whole))
         del whole
     if not is_first:
         return {}
@@ -155,8 +158,10 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
     }
     index_of = _parameter_indices(optimizer)
     is_first = root.mesh.world.rank == 0
+    gathers: list[tuple[FlatParameter, _Pieces, _Pieces]] = []
     for flat in root.flats:
         members = [o for o in flat.originals if index_of.get(id(o.sharded)) in state]
+        entries = {original: state[index_of[id(original.sharded)]] for original in members}
         keys = dict.fromkeys(
             key
             for original, entry in entries.items()
@@ -164,12 +169,15 @@ def full_optimizer_state(root: RootState, optimizer: torch.optim.Optimizer) -> d
             if is_elementwise(key, value, original.sharded.shape)
         )
         for key in keys:
-            holders = [o for o in members if key in state[index_of[id(o.sharded)]]]
-            entries = [state[index_of[id(o.sharded)]] for o in holders]
-            whole = _gather_pieces(flat, holders, [entry[key] for entry in entries])
-            for original, entry in zip(holders, entries, strict=True):
-                view = original.view_of(whole)
-                entry[key] = view.to("cpu", copy=True) if is_first else None
+            pieces = {original: e[key] for original, e in entries.items() if key in e}
+            for original, piece in pieces.items():
+                entries[original][key] = _empty_whole(original, piece) if is_first else None
+            gathers.append((flat, pieces, {o: entries[o][key] for o in pieces}))
+    for flat, pieces, wholes in gathers:
+        gathered = _gather_pieces(flat, list(pieces), list(pieces.values()))
+        for original, whole in wholes.items():
+            if whole is not None:
+                whole.copy_(original.view_of(gathered))
     return {**state_dict, "state": state} if is_first else {}
 
 
