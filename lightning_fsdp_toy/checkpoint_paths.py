@@ -1,0 +1,48 @@
+"""Files and directories of checkpoints: which is which, and how one takes another's place."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+
+from lightning_fsdp_toy.checkpoint_files import partial_path
+
+__all__ = ["META_FILE", "clear_the_way", "is_sharded_checkpoint", "put_in_place"]
+
+META_FILE = _METADATA_FILENAME  # what is not sharded of a sharded checkpoint
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a directory of shards that was written to the end."""
+    return path.is_dir() and (path / META_FILE).is_file()
+
+
+def clear_the_way(path: Path) -> str | None:
+    """Make the directory of ``path``, remove what an interrupted save left there.
+
+    Called on one rank.
+
+    Returns:
+        A message if something else than a checkpoint is in the way, which nobody may remove.
+    """
+    if path.is_dir() and not is_sharded_checkpoint(path) and any(path.iterdir()):
+        return f"The checkpoint path is a directory with other files: {path}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove(partial_path(path))
+    return None
+
+
+def put_in_place(path: Path) -> None:
+    """Move what was written beside ``path`` to it; an older checkpoint goes only now."""
+    if path.is_dir() or partial_path(path).is_dir():
+        _remove(path)
+    partial_path(path).replace(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
