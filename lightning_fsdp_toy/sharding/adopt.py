@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.fully_shard import get_root
-from lightning_fsdp_toy.sharding.optim import _give_shards
+from lightning_fsdp_toy.sharding.optim import give_shards
 
 __all__ = ["adopt_optimizers"]
 
@@ -52,7 +52,7 @@ def adopt_optimizers(
     at_home = {(home, name): original for original in originals for home, name in original.homes}
     faces = {id(param): (param, at_home[home, name]) for home, name, param in before}
     for optimizer in optimizers:
-        _give_shards(optimizer, faces)
+        give_shards(optimizer, faces)
         _state_to_devices(optimizer)
 
 

@@ -95,10 +95,10 @@ def whole_shapes_for(root: RootState, optimizers: list[torch.optim.Optimizer]) -
         original.sharded.requires_grad_(param.requires_grad)
         original.sync_requires_grad()
     for optimizer in optimizers:
-        _give_shards(optimizer, faces)
+        give_shards(optimizer, faces)
 
 
-def _give_shards(
+def give_shards(
     optimizer: torch.optim.Optimizer, faces: dict[int, tuple[nn.Parameter, OriginalParameter]]
 ) -> None:
     for group in optimizer.param_groups:
