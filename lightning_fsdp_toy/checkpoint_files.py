@@ -23,6 +23,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fsdp_toy.checkpoint_paths import partial_path, put_in_place
+
 __all__ = ["StreamedCheckpointIO", "local_path"]
 
 _SMALL_BYTES = 2**16
@@ -45,7 +47,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             with partial.open("wb") as file:  # by name, torch would put the name into the file
                 torch.save(checkpoint, file)
             # A run that was loaded from the file in its place may still have that one mapped.
-            partial.replace(local)
+            put_in_place(local)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -70,11 +72,6 @@ def local_path(path: str | Path) -> Path | None:
     """Return ``path`` as a path on this machine, None if it is elsewhere (``s3://...``)."""
     filesystem, inner = url_to_fs(str(path))
     return Path(inner) if isinstance(filesystem, LocalFileSystem) else None
-
-
-def partial_path(path: Path) -> Path:
-    """Return where a checkpoint is written before it is moved to ``path``."""
-    return path.with_name(f"{path.name}.partial")
 
 
 def own_small_tensors(value: Any) -> Any:

@@ -7,11 +7,20 @@ from pathlib import Path
 
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 
-from lightning_fsdp_toy.checkpoint_files import partial_path
-
-__all__ = ["META_FILE", "clear_the_way", "is_sharded_checkpoint", "put_in_place"]
+__all__ = [
+    "META_FILE",
+    "clear_the_way",
+    "is_sharded_checkpoint",
+    "partial_path",
+    "put_in_place",
+]
 
 META_FILE = _METADATA_FILENAME  # what is not sharded of a sharded checkpoint
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a checkpoint is written before it is moved to ``path``."""
+    return path.with_name(f"{path.name}.partial")
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -36,9 +45,12 @@ def clear_the_way(path: Path) -> str | None:
 
 def put_in_place(path: Path) -> None:
     """Move what was written beside ``path`` to it; an older checkpoint goes only now."""
-    if path.is_dir() or partial_path(path).is_dir():
+    partial = partial_path(path)
+    if is_sharded_checkpoint(path) or (path.is_file() and partial.is_dir()):
         _remove(path)
-    partial_path(path).replace(path)
+    elif path.is_dir() and partial.is_file():
+        path.rmdir()  # an empty one; anything else is not ours to remove
+    partial.replace(path)
 
 
 def _remove(path: Path) -> None:

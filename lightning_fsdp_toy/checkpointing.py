@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -29,7 +28,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp_toy.checkpoint_files import StreamedCheckpointIO, local_path, partial_path
+from lightning_fsdp_toy.checkpoint_files import StreamedCheckpointIO, local_path
+from lightning_fsdp_toy.checkpoint_paths import (
+    META_FILE,
+    clear_the_way,
+    is_sharded_checkpoint,
+    partial_path,
+    put_in_place,
+)
 from lightning_fsdp_toy.sharding import RootState, get_root
 from lightning_fsdp_toy.sharding.sharded_checkpoint import (
     MODEL_KEY,
@@ -136,12 +142,10 @@ class ShardedCheckpointing(ParallelStrategy):
         if path is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        error = self.broadcast(_in_the_way(path) if self.is_global_zero else None)
+        error = self.broadcast(clear_the_way(path) if self.is_global_zero else None)
         if error:
             raise IsADirectoryError(error)
         if self.state_dict_type == "full":
-            if self.is_global_zero:
-                _remove(path, unless_file=True)
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             self._save_sharded(checkpoint, path)
@@ -165,9 +169,8 @@ class ShardedCheckpointing(ParallelStrategy):
             if isinstance(io, _WrappingCheckpointIO):  # it must be there before the directory moves
                 io = io.checkpoint_io
             assert io is not None
-            io.save_checkpoint(checkpoint, partial / _METADATA_FILENAME)
-            _remove(path)
-            partial.rename(path)
+            io.save_checkpoint(checkpoint, partial / META_FILE)
+            put_in_place(path)
         self.barrier()
 
     @override
@@ -177,13 +180,13 @@ class ShardedCheckpointing(ParallelStrategy):
         """Read a file, or what is not sharded of a directory; of either, whichever was saved."""
         checkpoint_path = self.broadcast(checkpoint_path)
         path = local_path(checkpoint_path)
-        is_sharded = path is not None and _is_sharded_checkpoint(path)
+        is_sharded = path is not None and is_sharded_checkpoint(path)
         self._sharded_path = path if is_sharded else None
         if self._sharded_path is not None:
-            checkpoint_path = self._sharded_path / _METADATA_FILENAME
+            checkpoint_path = self._sharded_path / META_FILE
         elif path is not None and path.is_dir():
             raise ValueError(
-                f"{path} is a directory but no sharded checkpoint ({_METADATA_FILENAME} is "
+                f"{path} is a directory but no sharded checkpoint ({META_FILE} is "
                 f"missing: it was not saved to the end, or it is something else)."
             )
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -191,7 +194,7 @@ class ShardedCheckpointing(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = local_path(filepath)
-        if path is not None and self.is_global_zero and _is_sharded_checkpoint(path):
+        if path is not None and self.is_global_zero and is_sharded_checkpoint(path):
             shutil.rmtree(path)
         else:
             super().remove_checkpoint(filepath)
@@ -207,22 +210,3 @@ def _is_sharded_state(key: str, entry: Any) -> bool:
     return is_state and (
         key == "state_dict" or any(isinstance(value, ShardOfTensor) for value in entry.values())
     )
-
-
-def _in_the_way(path: Path) -> str | None:
-    """Remove what an interrupted save left; return a message if something else is in the way."""
-    if path.is_dir() and not _is_sharded_checkpoint(path) and any(path.iterdir()):
-        return f"The checkpoint path is a directory with other files: {path}"
-    _remove(partial_path(path))
-    return None
-
-
-def _remove(path: Path, unless_file: bool = False) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif not unless_file:
-        path.unlink(missing_ok=True)
-
-
-def _is_sharded_checkpoint(path: Path) -> bool:
-    return path.is_dir() and (path / _METADATA_FILENAME).is_file()

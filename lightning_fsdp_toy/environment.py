@@ -6,18 +6,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-
-# Lightning keeps these to itself, but every strategy of its own is built from them.
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from typing_extensions import override
 
+from lightning_fsdp_toy import process_group
 from lightning_fsdp_toy.spawning import ShardedLauncher
 
 __all__ = ["RankEnvironment"]
@@ -66,24 +59,14 @@ class RankEnvironment(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(
-                self.root_device
-            )
         assert self.cluster_environment is not None
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device_id,
+        self._process_group_backend = process_group.connect(
+            self.cluster_environment, self._process_group_backend, self.root_device, self._timeout
         )
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers which rank this is."""
         if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for helper in (rank_zero_only, utils_rank_zero_only):
-            helper.rank = self.global_rank  # type: ignore[attr-defined]
+            process_group.tell_rank(
+                self.cluster_environment, self.local_rank, self.num_processes, self.num_nodes
+            )

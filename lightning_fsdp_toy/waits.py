@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_fsdp_toy import process_group
 from lightning_fsdp_toy.sharding.stalls import StallDetector, stall_detector
 
 __all__ = ["NamedWaits"]
@@ -100,19 +101,14 @@ class NamedWaits(ParallelStrategy):
         if not dist.is_initialized():
             return
         with self._waiting(f"barrier `{name}`" if name else "barrier"):
-            if dist.get_backend() == "nccl":
-                dist.barrier(device_ids=[self.root_device.index])
-            else:
-                dist.barrier()
+            process_group.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
             return obj
-        box = [obj]
         with self._waiting("broadcast of an object"):
-            dist.broadcast_object_list(box, src)
-        return box[0]
+            return process_group.broadcast(obj, src)
 
     @override
     def reduce(

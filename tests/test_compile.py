@@ -15,6 +15,7 @@ from lightning_fsdp_toy.sharding.activation_checkpointing import apply_activatio
 from lightning_fsdp_toy.sharding.names import clean_keys, clean_name, keys_for
 from lightning_fsdp_toy.sharding.policy import select_units
 from lightning_fsdp_toy.sharding.sharded_checkpoint import (
+    MODEL_KEY,
     load_sharded_model,
     load_sharded_optimizer,
     save_sharded,
@@ -175,7 +176,7 @@ def _check_checkpoints(directory):
         path = directory / f"{saver}_{loader}"
         model_shards = sharded_model_state(saved)
         states = [sharded_optimizer_state(saved, optimizers[saver])]
-        (small,) = save_sharded(saved, path, model_shards, states)
+        (small,) = save_sharded(saved, path, {MODEL_KEY: model_shards}, states)
         load_sharded_model(loaded, path)
         load_sharded_optimizer(loaded, optimizers[loader], path, 0, small)
         _assert_same(full_model_state(loaded), box[0])

@@ -187,7 +187,8 @@ def _watch_bound(make_model, loss_fn, num_prefetch):
 
 def test_the_bound_is_asserted():
     class FakeUnit:
-        has_buffers, num_pins, num_active, reader, is_unsharded = True, 0, 0, None, True
+        has_buffers, is_unsharded, is_recomputed = True, True, False
+        num_pins, num_active, reader = 0, 0, None
 
         def reshard(self):
             pass  # does not give its memory back
@@ -198,6 +199,46 @@ def test_the_bound_is_asserted():
     FakeUnit.fqn = "c"
     with pytest.raises(AssertionError, match="3 units are unsharded at `c`, at most 2 may be"):
         residency.add(FakeUnit())
+
+
+class AroundMany(Stack):
+    """A checkpoint around four units: all of them are needed in its recomputation."""
+
+    use_reentrant = True
+
+    def forward(self, x):
+        x = checkpoint(self.middle, self.inp(x), use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+    def middle(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class AroundManyPlainly(AroundMany):
+    use_reentrant = False
+
+
+def _around_many(make_model):
+    torch.manual_seed(0)
+    reference = make_model(num_blocks=6)
+    model = fully_shard(copy.deepcopy(reference))
+    batch = make_batches(1)[0]
+    for _ in range(2):
+        reference.zero_grad()
+        model.zero_grad()
+        mse_loss(reference, batch).backward()
+        mse_loss(model, batch).backward()
+        grads = full_gradients(model)
+        for name, param in reference.named_parameters():
+            assert torch.equal(grads[name], param.grad), name
+        assert all(unit.is_sharded for unit in get_root(model).units)
+
+
+@pytest.mark.parametrize("make_model", [AroundMany, AroundManyPlainly])
+def test_a_checkpoint_around_more_units_than_the_bound_is_right(make_model):
+    run_ranks(_around_many, 2, make_model)
 
 
 def _stale_prefetch():

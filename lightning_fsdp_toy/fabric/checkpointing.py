@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_fsdp_toy.checkpoint_files import StreamedCheckpointIO, partial_path
+from lightning_fsdp_toy.checkpoint_files import StreamedCheckpointIO
 from lightning_fsdp_toy.checkpoint_paths import (
     META_FILE,
     clear_the_way,
     is_sharded_checkpoint,
+    partial_path,
     put_in_place,
 )
 from lightning_fsdp_toy.fabric.wrapping import root_of

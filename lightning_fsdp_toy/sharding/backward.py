@@ -47,12 +47,15 @@ class ForwardPass:
     Attributes:
         starts: tick at which each unit was first called.
         awaited: units some output of which required a gradient.
+        gaps: ticks at which a unit ran without gradients. Re-entrant checkpointing
+            may run it again in backward, so nothing is gathered ahead across a gap.
         is_consumed: a backward through it has ended.
     """
 
     def __init__(self) -> None:
         self.starts: dict[Unit, int] = {}
         self.awaited: set[Unit] = set()
+        self.gaps: list[int] = []
         self.is_consumed = False
 
 
@@ -78,14 +81,16 @@ class Backward:
         self.passes: list[weakref.ref[ForwardPass]] = []
         self.is_running = False
         self._end_ref: weakref.ref[_EndOfBackward] | None = None
-        self._graph_task = -1
-        self._nested_tasks: set[int] = set()
+        self._tasks: list[int] = []  # autograd's numbers of the backwards inside each other
         self._touched: set[ForwardPass] = set()  # passes it has reached
-        self._awaited: set[Unit] = set()  # in the live passes
+        self._awaited: set[Unit] = set()  # in the live passes, as the next two
+        self._starts: dict[Unit, int] = {}
+        self._gaps: list[int] = []
         self._pending: list[tuple[int, Unit]] = []  # (start, unit) by rising start
         self._pending_units: set[Unit] = set()
         self._finished: set[Unit] = set()
-        self._recomputed: list[Unit] = []  # called by re-entrant checkpointing, not finalised
+        # Called again by re-entrant checkpointing and not finalised, by the backward it was in.
+        self._recomputed: dict[int, list[Unit]] = {}
         self._current: Unit | None = None  # whose followers have been prefetched
         self._used: dict[FlatParameter, list[bool]] = {}
         self._reducing: list[Work] = []
@@ -110,7 +115,7 @@ class Backward:
         if is_output and unit in self._finished:
             return
         self._expect(unit)
-        self._gather(unit)
+        self._gather(unit, tick)
 
     def note_gradient(self, unit: Unit) -> None:
         """A gradient of ``unit`` arrives."""
@@ -120,17 +125,23 @@ class Backward:
     def note_recomputed(self, unit: Unit) -> None:
         """A forward inside this backward calls ``unit``."""
         self._begin()
-        if unit not in self._pending_units and unit not in self._recomputed:
-            self._recomputed.append(unit)
+        unit.is_recomputed = True
+        noted = self._recomputed.setdefault(self._tasks[-1], [])
+        if unit not in self._pending_units and unit not in noted:
+            noted.append(unit)
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, now: int) -> None:
+        """Unshard ``unit`` and start to gather those that backward comes to next, after ``now``."""
         unit.pre_backward()
         if unit is self._current:
             return
         self._current = unit
+        if unit not in self._starts:  # of a re-entrant checkpoint: what comes next is not known
+            return
         num_ahead = 0
-        for _, following in reversed(self._pending):
-            if num_ahead == self.root.residency.num_prefetch:
+        for start, following in reversed(self._pending):
+            is_full = num_ahead == self.root.residency.num_prefetch
+            if is_full or any(start < gap <= now for gap in self._gaps):
                 return
             if following is unit or following.is_unsharded:
                 continue
@@ -153,12 +164,13 @@ class Backward:
             self.abandon()  # the last backward raised, its end will not come
         self.is_running = True
         self.root.residency.boundary()
-        self._graph_task = torch._C._current_graph_task_id()
-        self._awaited = set()
+        self._tasks = [torch._C._current_graph_task_id()]
+        self._awaited, self._starts, self._gaps = set(), {}, []
         self.root.note_backward()
-        starts: dict[Unit, int] = {}
+        starts = self._starts
         for forward_pass in self._live_passes():
             self._awaited |= forward_pass.awaited
+            self._gaps += forward_pass.gaps
             for unit, start in forward_pass.starts.items():
                 starts[unit] = min(start, starts.get(unit, start))
         self._pending = sorted(((s, u) for u, s in starts.items()), key=lambda pair: pair[0])
@@ -170,17 +182,20 @@ class Backward:
     def _notice_nested(self) -> None:
         """Ask for a call at the end of a backward inside this one."""
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._graph_task) and task not in self._nested_tasks:
-            self._nested_tasks.add(task)
+        if task != -1 and task not in self._tasks:
+            self._tasks.append(task)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_nested)
 
     def _end_nested(self) -> None:
-        for unit in reversed(self._recomputed):
-            if unit in self._pending_units:
-                self._pending = [pair for pair in self._pending if pair[1] is not unit]
-                self._finalize(unit)
-        self._recomputed = []
+        self._tasks.pop()
+        recomputed = self._recomputed.pop(self._tasks[-1], [])
+        for unit in [unit for unit in reversed(recomputed) if unit in self._pending_units]:
+            recomputed.remove(unit)
+            self._pending = [pair for pair in self._pending if pair[1] is not unit]
+            self._finalize(unit)
+        if recomputed:  # a backward further inside has ended, theirs has not
+            self._recomputed[self._tasks[-1]] = recomputed
 
     def _finalize(self, unit: Unit) -> None:
         """Backward is past ``unit``: reshard it and reduce its gradients.
@@ -192,7 +207,7 @@ class Backward:
         self._pending_units.discard(unit)
         self._finished.add(unit)
         if not unit.was_gathered and (unit.is_trainable or unit in self._awaited):
-            self._gather(unit)
+            self._gather(unit, self._starts.get(unit, 0))
         unit.post_backward()
         if self.root.is_syncing:
             self._reduce(unit)
@@ -255,9 +270,9 @@ class Backward:
     def _clear(self) -> None:
         self.is_running = False
         self._current = None
-        self._pending, self._recomputed = [], []
-        self._pending_units, self._finished = set(), set()
-        self._nested_tasks, self._touched = set(), set()
+        self._tasks, self._recomputed = [], {}
+        self._pending, self._pending_units = [], set()
+        self._finished, self._touched = set(), set()
         self._used = {}
 
     def _live_passes(self) -> list[ForwardPass]:

@@ -16,7 +16,8 @@ Note: the bound
     Where weights are resharded after forward, at most ``1 + num_prefetch`` units beside the root
     are unsharded at any time (units nested in each other count as one). A unit that would be one
     too many takes the place of the one that was used longest ago and is not in use; should backward
-    come back to that, it is gathered again.
+    come back to that, it is gathered again. More can only be in use at once where a checkpointed
+    module holds several units: its recomputation needs them all.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ class Residency:
             for other in list(self._held):
                 if self._num_held() < self._bound:
                     break
-                if other.num_active == 0 and other.num_pins == 0 and not _is_being_read(other):
+                if other.num_pins == 0 and not _is_in_use(other):
                     other.reshard()
         self._held[unit] = None
-        in_use = sum(u.num_active > 0 or _is_being_read(u) for u in self._held)
+        in_use = sum(_is_in_use(unit) for unit in self._held)
         assert not self.is_bounded or self._num_held() <= max(self._bound, in_use + 1), (
             f"{self._num_held()} units are unsharded at `{unit.fqn}`, at most {self._bound} may be"
         )
@@ -152,9 +153,10 @@ class Residency:
         self._active.clear()
 
 
-def _is_being_read(unit: Unit) -> bool:
-    """Whether the autograd node that runs now has read a weight of ``unit``."""
-    return unit.reader is not None and unit.reader == current_reader()
+def _is_in_use(unit: Unit) -> bool:
+    """Whether a forward call, its recomputation or the autograd node that runs now needs it."""
+    is_read = unit.reader is not None and unit.reader == current_reader()
+    return unit.num_active > 0 or unit.is_recomputed or is_read
 
 
 def current_reader() -> int | None:

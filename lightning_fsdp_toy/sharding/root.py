@@ -234,6 +234,9 @@ class RootState:
         if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
             self.backward.note_recomputed(unit)
         if not is_grad_recording():
+            if self.current_pass is not None and not torch.is_grad_enabled():
+                self.tick += 1
+                self.current_pass.gaps.append(self.tick)
             return
         self.tick += 1
         if self.current_pass is None or self.current_pass.is_consumed:

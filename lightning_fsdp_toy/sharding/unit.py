@@ -59,6 +59,7 @@ class Unit:
         self.num_active = 0  # forward calls of this unit that have not ended
         self.num_pins = 0  # `unsharded` blocks that hold it unsharded
         self.was_gathered = False  # in the current backward
+        self.is_recomputed = False  # forward ran again in the current backward, which needs it
         self.is_behind = False  # micro-batches under `no_sync` have not been reduced
         self.reader: int | None = None  # the autograd node that read a weight last
         # For each call of an inner module that has not ended.
@@ -202,7 +203,7 @@ class Unit:
 
     def post_backward(self) -> None:
         """Reshard: backward is past this unit."""
-        self.was_gathered = False
+        self.was_gathered = self.is_recomputed = False
         self.reader = None
         if not self.is_sharded and self.num_pins == 0:
             self.reshard()
@@ -221,6 +222,7 @@ class Unit:
             For each flat parameter that is reduced: which original parameters had a gradient on
             this rank, and the work.
         """
+        self.is_recomputed = False  # forward ran again in the current backward, which needs it
         self.is_behind = False
         started = []
         for flat in self.flats:
@@ -270,7 +272,7 @@ class Unit:
         if self.num_active == 0 and self.is_sharded and not pending:
             return
         self.num_active = 0
-        self.was_gathered = False
+        self.was_gathered = self.is_recomputed = False
         self.reader = None
         self._inner_calls.clear()
         for flat in self.flats:
