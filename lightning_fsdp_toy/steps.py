@@ -87,6 +87,15 @@ class ShardedSteps(ParallelStrategy):
                 raise
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Explain what a hook did with sharded weights; Lightning raises the error afterwards."""
+        module = self.lightning_module
+        is_sharded = module is not None and "_fsdp_root" in module.__dict__
+        if is_sharded and isinstance(exception, Exception):
+            explain_sharded_use(self.root, exception)
+        super().on_exception(exception)
+
+    @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, *args, **kwargs)
         self.root.refresh_open_root()

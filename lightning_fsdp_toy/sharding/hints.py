@@ -24,6 +24,8 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
     """
     if not _SHAPE_ERROR.search(str(error)) or not isinstance(error, RuntimeError | IndexError):
         return
+    if "unsharded(module)" in str(error):  # explained already
+        return
     sharded = [unit.fqn for unit in root.units if not unit.is_unsharded]
     if not sharded:
         return
