@@ -167,9 +167,11 @@ def _materialize(plan: UnitPlan, device: torch.device, is_source: bool) -> None:
             module, "_reset_parameters", None
         )
         if reset is None:
+            modules = plan.module.named_modules(prefix=plan.fqn)
+            name = next(name for name, sub in modules if sub is module)
             raise ValueError(
-                f"Module {type(module).__name__} (unit `{plan.fqn or '<root>'}`) is on the meta "
-                f"device and has no `reset_parameters()` to initialise it with. Add one."
+                f"Module `{name or '<root>'}` ({type(module).__name__}) is on the meta device and "
+                f"has no `reset_parameters()` to initialise it with. Add one."
             )
         if is_source:
             reset()
