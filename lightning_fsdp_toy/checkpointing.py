@@ -36,6 +36,7 @@ from lightning_fsdp_toy.checkpoint_paths import (
     partial_path,
     put_in_place,
 )
+from lightning_fsdp_toy.finetuning import restore_param_groups
 from lightning_fsdp_toy.sharding import RootState, get_root
 from lightning_fsdp_toy.sharding.sharded_checkpoint import (
     MODEL_KEY,
@@ -117,6 +118,8 @@ class ShardedCheckpointing(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        assert self.lightning_module is not None
+        restore_param_groups(self.lightning_module.trainer)
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"The checkpoint holds {len(states)} optimizers, the module configures "

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_fsdp_toy.averaging import adapt_averaging, attach_averages
+from lightning_fsdp_toy.finetuning import adapt_finetuning
 from lightning_fsdp_toy.sharding.state_dict import full_shapes
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def adapt_trainer(trainer: Trainer, root: RootState) -> None:
 
     Every evaluation uses ``no_grad``: Lightning's ``inference_mode`` would leave tensors that a
     later training step cannot use; Lightning spares its own FSDP strategy and gloo from it, but not
-    strategies it does not know. ``ModelSummary`` callbacks (plain and rich) count whole parameters.
+    strategies it does not know. ``ModelSummary`` callbacks (plain and rich) count whole parameters,
+    and finetuning callbacks add the same parameters on every rank.
     """
     fit_loop = trainer.fit_loop.epoch_loop.val_loop
     for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -51,6 +53,7 @@ def adapt_trainer(trainer: Trainer, root: RootState) -> None:
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         _sync_after(trainer.lightning_module, name, root)
     attach_averages(trainer)
+    adapt_finetuning(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
