@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_fsdp_toy import conversion
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.compiled import CompiledModules
 from lightning_fsdp_toy.environment import RankEnvironment
@@ -238,7 +239,7 @@ class ToyFSDPStrategy(
         self.watch_for_stalls(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+            self.model = conversion.sync_batch_norms(self.model, self._layer_sync, self.root_device)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         adapt_trainer(trainer, self.root)
         self.barrier()
@@ -265,6 +266,7 @@ class ToyFSDPStrategy(
                 if isinstance(module, Metric):  # its state is no buffer
                     module.to(self.root_device)
             shard_with_options(model, self._run_options(), device=self.root_device)
+        conversion.give_batch_norms_fp32_vectors(model, self.mixed_precision)
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]
         return model
@@ -312,6 +314,7 @@ class ToyFSDPStrategy(
         """End the run; the model stays sharded, so that the next run finds it as it is."""
         if self.lightning_module is not None and "_fsdp_root" in self.lightning_module.__dict__:
             self.root.settle()
+            conversion.take_back_fp32_vectors(self.lightning_module)
         self._end_compiled_run()
         self.end_watch()
         assert self.cluster_environment is not None
