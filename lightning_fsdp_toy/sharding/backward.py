@@ -243,6 +243,8 @@ class Backward:
             flat.gradient.publish(flags)
             if self.root.is_debug:
                 self._warn_of_missing(flat, flags)
+        if self.root.is_debug and self.root.is_syncing:
+            self._warn_of_idle()
         live = self._live_passes()
         for forward_pass in live if len(live) == 1 else self._touched:
             forward_pass.is_consumed = True
@@ -256,6 +258,17 @@ class Backward:
             warnings.warn(
                 f"`{flat.name}` ran in forward, but in backward number "
                 f"{self.root.num_backwards} there were {what}, on any rank: {', '.join(missing)}.",
+                stacklevel=2,
+            )
+
+    def _warn_of_idle(self) -> None:
+        """Debug mode: name trainable units that no forward called."""
+        flats = [flat for flat in self.root.flats if flat.is_trainable and flat not in self._used]
+        if flats and self.root.mesh.world.rank == 0:
+            names = ", ".join(f"`{flat.name}`" for flat in flats)
+            warnings.warn(
+                f"{names} did not run in forward: backward number {self.root.num_backwards} "
+                f"brought no gradients for any of its parameters.",
                 stacklevel=2,
             )
 

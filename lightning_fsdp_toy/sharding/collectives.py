@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fsdp_toy.sharding.debug import disagreement
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 
@@ -83,6 +84,7 @@ class Transport(ABC):
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.is_debug = False  # compare every collective with the other ranks' before it starts
+        self.place = "setup"  # where in training this rank is, for debug mode's messages
         self._control = group
         if group is not None and dist.get_backend(group) == "nccl":
             # Agreements stay off the device, so that they never wait for its queue.
@@ -248,13 +250,14 @@ class Transport(ABC):
         """Debug mode: raise on every rank where the ranks are about to do different things."""
         if not self.is_debug or self._control is None or self.world_size == 1:
             return
-        mine = f"{operation} of unit `{unit}` ({detail})"
+        mine = (f"{operation} of unit `{unit}` ({detail})", self.place)
         theirs: list[Any] = [None] * self.world_size
         with self._named("comparison", "<debug>", self._control):
             dist.all_gather_object(theirs, mine, group=self._control)
-        if len(set(theirs)) > 1:
-            each = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(theirs))
-            raise RanksDisagreeError(f"The ranks are about to do different things. {each}.")
+        if len({what for what, _ in theirs}) > 1:
+            raise RanksDisagreeError(
+                disagreement(dist.get_process_group_ranks(self._control), theirs)
+            )
 
 
 class RanksDisagreeError(RuntimeError):

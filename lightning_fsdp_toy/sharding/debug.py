@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_fsdp_toy.sharding.buffers import num_bytes
-
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.root import RootState
 
-__all__ = ["unit_table"]
+__all__ = ["disagreement", "unit_table"]
 
 
 def unit_table(root: RootState) -> str:
@@ -28,7 +26,7 @@ def unit_table(root: RootState) -> str:
                     str(flat.layout.numel),
                     str(flat.layout.padded_numel),
                     dtype,
-                    str(num_bytes(flat.shard)),
+                    str(flat.shard.numel() * flat.shard.element_size()),
                     "" if flat.is_trainable else "frozen",
                 )
             )
@@ -38,3 +36,18 @@ def unit_table(root: RootState) -> str:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def disagreement(ranks: list[int], theirs: list[tuple[str, str]]) -> str:
+    """Say what each rank is about to do and where, ranks that agree together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for rank, mine in zip(ranks, theirs, strict=True):
+        groups.setdefault(mine, []).append(str(rank))
+    is_one_place = len({place for _, place in theirs}) == 1
+    where = f" in {theirs[0][1]}" if is_one_place else ""
+    each = "; ".join(
+        f"{'rank' if len(members) == 1 else 'ranks'} {', '.join(members)}: {what}"
+        + ("" if is_one_place else f" in {place}")
+        for (what, place), members in groups.items()
+    )
+    return f"The ranks are about to do different things{where}. {each}."

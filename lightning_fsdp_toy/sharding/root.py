@@ -70,6 +70,7 @@ class RootState:
         self.memory = MemoryCounter()
         self.gradient_scale = 1.0 / mesh.world.world_size
         self.is_syncing = True
+        self.num_forwards = 0
         self.num_backwards = 0
         self.tick = 0
         self.current_pass: ForwardPass | None = None
@@ -146,6 +147,8 @@ class RootState:
         self._depth += 1
         if self._depth == 1 and torch._C._current_graph_task_id() == -1:
             self.settle()
+            self.num_forwards += 1
+            self.note_place(f"forward number {self.num_forwards}")
             self.residency.begin_forward()
             is_training = self.module.training and torch.is_grad_enabled()
             self.sync_buffers(may_have_changed=is_training)
@@ -266,9 +269,15 @@ class RootState:
             return True
         return unit is self.root_unit or unit is self._last
 
+    def note_place(self, place: str) -> None:
+        """Tell the transports where in training this rank is."""
+        for transport in self.mesh.transports if self.is_debug else ():
+            transport.place = place
+
     def note_backward(self) -> None:
         """A backward begins."""
         self.num_backwards += 1
+        self.note_place(f"backward number {self.num_backwards}")
         self._last = self._last_ended
 
     # -- modules --------------------------------------------------------------------------------
