@@ -40,7 +40,14 @@ from lightning_fsdp_toy.sharding.debug import disagreement
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 
-__all__ = ["LocalTransport", "NativeTransport", "Transport", "Work", "copy_unless_same_"]
+__all__ = [
+    "LocalTransport",
+    "NativeTransport",
+    "Transport",
+    "Work",
+    "backend_for",
+    "copy_unless_same_",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +93,7 @@ class Transport(ABC):
         self.is_debug = False  # compare every collective with the other ranks' before it starts
         self.place = "setup"  # where in training this rank is, for debug mode's messages
         self._control = group
-        if group is not None and dist.get_backend(group) == "nccl":
+        if group is not None and backend_for(group, "cpu") is None:
             # Agreements stay off the device, so that they never wait for its queue.
             self._control = new_group_like(group, "gloo")
         self._stalls = stall_detector() if self.world_size > 1 else None
@@ -127,7 +134,7 @@ class Transport(ABC):
         Args:
             buffer: 1D, this rank's contributions to every shard. Its contents are undefined
                 afterwards.
-            out: 1D, ``buffer.numel() / world_size``; may have a wider dtype or be on the CPU.
+            out: 1D, ``buffer.numel() / world_size``, on the same device; may have a wider dtype.
             accumulate: keep what ``out`` holds and add to it; otherwise it is overwritten.
             unit: name for the ledger and for errors.
         """
@@ -274,26 +281,31 @@ class LocalTransport(Transport):
     def _start_reduce_scatter(
         self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
     ) -> Work:
-        out.add_(buffer.to(out.device)) if accumulate else out.copy_(buffer)
+        out.add_(buffer) if accumulate else out.copy_(buffer)
         return Work()
 
 
 class NativeTransport(Transport):
-    """The process group's own collectives (see the note on two transports)."""
+    """The process group's own collectives (see the note on two transports).
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
+    Args:
+        group: process group.
+        ledger: where collectives are counted.
+        backend: the one of the group's that moves the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, backend: str) -> None:
         super().__init__(group, ledger)
-        is_nccl = dist.get_backend(group) == "nccl"
-        self._reduce_group = new_group_like(group, "nccl") if is_nccl else group
+        self._reduce_group = new_group_like(group, backend) if backend == "nccl" else group
 
     def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
-        """One more shard, where the sum arrives before it is added, converted or moved."""
+        """One more shard, where the sum arrives before it is added or converted."""
         is_direct = self._is_direct(buffer, out, accumulate)
         return 0 if is_direct else out.numel() * buffer.element_size()
 
     @staticmethod
     def _is_direct(buffer: Tensor, out: Tensor, accumulate: bool) -> bool:
-        return not accumulate and buffer.dtype == out.dtype and buffer.device == out.device
+        return not accumulate and buffer.dtype == out.dtype
 
     def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
         part = buffer.chunk(self.world_size)[self.rank]
@@ -313,7 +325,7 @@ class NativeTransport(Transport):
         def finish() -> None:
             work.wait()
             if accumulate:
-                out.add_(total.to(out.device))
+                out.add_(total)
             elif not is_direct:
                 out.copy_(total)
 
@@ -341,8 +353,13 @@ def new_group_like(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     return made
 
 
+def backend_for(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return which backend of a group moves tensors of a kind of device; None if none does."""
+    pairs = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
+    return dict(pair.split(":", 1) for pair in pairs).get(device_type)
+
+
 def timeout_of(group: dist.ProcessGroup) -> Any:
     """Return the longest wait of a process group."""
-    backend = dist.get_backend(group)
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    device = torch.device("cpu" if backend_for(group, "cpu") is not None else "cuda")
     return group._get_backend(device).options._timeout

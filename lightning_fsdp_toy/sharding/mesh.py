@@ -26,10 +26,11 @@ from lightning_fsdp_toy.sharding.collectives import (
     LocalTransport,
     NativeTransport,
     Transport,
+    backend_for,
     timeout_of,
 )
 from lightning_fsdp_toy.sharding.ledger import Ledger
-from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport
+from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport, StagedTransport
 
 __all__ = ["RankMesh", "make_mesh", "make_transport"]
 
@@ -149,19 +150,29 @@ def make_transport(
         ledger: where collectives are counted.
 
     Raises:
-        ValueError: unknown name, or pairwise with a backend that has no CPU messages.
+        ValueError: unknown name, a process group that cannot move the device's memory, or pairwise
+            with a backend that has no CPU messages.
     """
     if name not in ("auto", "native", "pairwise"):
         raise ValueError(f"`transport`: expected 'auto', 'native' or 'pairwise', got {name!r}.")
     if group is None or dist.get_world_size(group) == 1:
         return LocalTransport(group, ledger)
-    backend = dist.get_backend(group)
+    backend = backend_for(group, device.type)
+    if backend is None:
+        raise ValueError(
+            f"The parameters are on {device.type!r}, whose memory the process group "
+            f"({dist.get_backend_config(group)}) does not move. Pass `device=` to shard elsewhere, "
+            f"or initialise the group with a backend for {device.type!r}."
+        )
     if name == "auto":
         name = "native" if backend == "nccl" else "pairwise"
-    if name == "pairwise" and (backend != "gloo" or device.type != "cpu"):
+    if name == "pairwise" and backend != "gloo":
         raise ValueError(
-            f"`transport='pairwise'` needs the gloo backend and CPU tensors, got {backend!r} and "
-            f"{device.type!r}. Use transport='native' or 'auto'."
+            f"`transport='pairwise'` needs the gloo backend, got {backend!r}. Use "
+            f"transport='native' or 'auto'."
         )
     logger.debug("transport %s for %d ranks on %s", name, dist.get_world_size(group), device)
-    return NativeTransport(group, ledger) if name == "native" else PairwiseTransport(group, ledger)
+    if name == "native":
+        return NativeTransport(group, ledger, backend)
+    kind = PairwiseTransport if device.type == "cpu" else StagedTransport
+    return kind(group, ledger)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fsdp_toy.sharding.collectives import Transport, Work, copy_unless_same_
 from lightning_fsdp_toy.sharding.ledger import Ledger
 
-__all__ = ["PairwiseTransport"]
+__all__ = ["PairwiseTransport", "StagedTransport"]
 
 _GATHER, _REDUCE = "gather", "reduce"
 
@@ -94,6 +94,42 @@ class PairwiseTransport(Transport):
         work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
         assert work is not None, "this rank is not in the group"
         return work
+
+
+class StagedTransport(PairwiseTransport):
+    """Pairwise messages of tensors on a GPU, by way of CPU memory: gloo sends from nowhere else.
+
+    For tests and for GPUs that NCCL cannot join (two ranks on one). Every copy waits for the
+    device, so nothing overlaps.
+    """
+
+    def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
+        """Nothing on the device."""
+        return 0
+
+    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
+        whole = torch.empty_like(buffer, device="cpu")
+        part = whole.chunk(self.world_size)[self.rank]
+        part.copy_(own)
+        work = super()._start_all_gather_(whole, part, unit)
+
+        def finish() -> None:
+            work.wait()
+            buffer.copy_(whole)
+
+        return Work(finish)
+
+    def _start_reduce_scatter(
+        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
+    ) -> Work:
+        total = out.to("cpu", copy=True)
+        work = super()._start_reduce_scatter(buffer.to("cpu", copy=True), total, accumulate, unit)
+
+        def finish() -> None:
+            work.wait()
+            out.copy_(total)
+
+        return Work(finish)
 
 
 def _message_tag(kind: str, unit: str) -> int:
