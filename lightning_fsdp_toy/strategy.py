@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 # Lightning keeps these to itself, but every strategy of its own is built from them.
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -80,8 +81,8 @@ class ToyFSDPStrategy(
             groups of ranks, replicated across them).
         mixed_precision: dtypes of gathered weights, reductions, buffers and outputs; from the
             Trainer's ``precision`` if None.
-        cpu_offload: shards, gradients and optimizer state live in pinned CPU memory (CUDA; without
-            effect on CPU, with a warning).
+        cpu_offload: shards and gradients live in pinned CPU memory, the optimizer works there
+            (CUDA; without effect on CPU, with a warning).
         activation_checkpointing_policy: which modules run their forward again in backward instead
             of keeping its activations; as ``auto_wrap_policy``, None: no module.
         activation_checkpointing_reentrant: use the re-entrant form of ``torch.utils.checkpoint``.
@@ -246,7 +247,7 @@ class ToyFSDPStrategy(
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if is_fitting:
+        if is_fitting and not self.cpu_offload:  # its state belongs where the shards are
             _optimizers_to_device(self.optimizers, self.root_device)
 
     @override
@@ -267,6 +268,7 @@ class ToyFSDPStrategy(
                     module.to(self.root_device)
             shard_with_options(model, self._run_options(), device=self.root_device)
         conversion.give_batch_norms_fp32_vectors(model, self.mixed_precision)
+        _update_properties(model, device=self.root_device)  # `self.device` of LightningModules
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]
         return model

@@ -106,11 +106,30 @@ class GatheredBuffer:
         if self.is_permanent:
             return
         self.allocate()
-        own = shard
-        if shard.dtype != self.tensor.dtype or shard.device != self.tensor.device:
+        own, read = shard, None
+        if shard.device != self.tensor.device:
+            own, read = self.own, self._fetch(shard)
+        elif shard.dtype != self.tensor.dtype:
             own = self.own  # the gather sends it from here
-            own.copy_(shard, non_blocking=True)
-        self._work = self.transport.start_all_gather_(self.tensor, own, self.name)
+            own.copy_(shard)
+        work = self.transport.start_all_gather_(self.tensor, own, self.name)
+
+        def finish() -> None:
+            work.wait()
+            if read is not None:
+                read.synchronize()  # from now on the optimizer may change the shard
+
+        self._work = Work(finish)
+
+    def _fetch(self, shard: Tensor) -> torch.cuda.Event:
+        """Queue a copy of an offloaded shard to its place; the event is past when it was read."""
+        device = self.tensor.device
+        if shard.dtype != self.tensor.dtype:
+            shard = shard.to(device, non_blocking=True)  # converted there, not by the CPU
+        self.own.copy_(shard, non_blocking=True)
+        read = torch.cuda.Event()
+        read.record(torch.cuda.current_stream(device))
+        return read
 
     def wait(self) -> None:
         """Return when it is complete."""

@@ -85,8 +85,9 @@ def fully_shard(
             ``SHARD_GRAD_OP`` (kept), ``NO_SHARD`` (replicated), ``HYBRID_SHARD`` (as ``FULL_SHARD``
             inside a group of ranks, replicated across groups).
         mixed_precision: dtypes of gathered weights, reductions, buffers and outputs.
-        cpu_offload: shards, gradients for the optimizer and its state live in pinned CPU memory.
-            Without effect where everything is on the CPU anyway.
+        cpu_offload: shards and the gradients for the optimizer live in pinned CPU memory, and so
+            the optimizer works and keeps its state on the CPU. Without effect where everything is
+            there anyway.
         device_mesh: ``(replicas, shards)`` for ``HYBRID_SHARD``, see the note on a mesh of ranks.
         num_prefetch: units gathered ahead of need; at most ``1 + num_prefetch`` beside the root are
             unsharded at any time. With 0 no communication overlaps with computation.
@@ -130,6 +131,8 @@ def shard_with_options(
         param = next(module.parameters(), None)
         device = param.device if param is not None and not param.is_meta else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if options.cpu_offload and device.type == "cpu":
         warnings.warn(
             "`cpu_offload=True` has no effect on the CPU: shards are in its memory already.",

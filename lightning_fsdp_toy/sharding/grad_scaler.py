@@ -84,7 +84,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Unscale unless that was done, then step unless some rank found an infinity."""
         if self._stage(optimizer) is OptState.READY:
             self.unscale_(optimizer)
+        if self.is_enabled() and self._is_offloaded(optimizer):
+            # So that torch reads its answer before it steps, whatever the optimizer could do itself
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
+
+    def _is_offloaded(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients are on the CPU while the loss and its scale are on a device."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return self._device != "cpu" and any(param.device.type == "cpu" for param in params)
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState | None:
         if not self.is_enabled():
@@ -100,9 +108,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients; return for them what any rank found."""
+        if self._is_offloaded(optimizer):
+            # torch would copy both without waiting for the copies.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        any_found = found_inf.clone()  # zero, on the device of the scale
-        for flag in flags.values():  # of several devices if gradients are offloaded
+        any_found = found_inf.clone()  # zero
+        for flag in flags.values():
             any_found = torch.maximum(any_found, flag.to(any_found.device))
         # A fresh entry even where this rank had no gradient: torch asks for at least one.
         return {any_found.device: self._agree(any_found)}

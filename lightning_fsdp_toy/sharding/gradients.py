@@ -8,6 +8,9 @@ Note: gradients
     ``zero_grad(set_to_none=True)`` frees it.
 
     Under ``no_sync`` the reduce buffer stays instead, and the next micro-batch adds to it.
+
+    Of an offloaded shard the gradient is summed on the device like any other and then copied to
+    pinned CPU memory, while backward goes on; ``publish`` waits for the copies.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class FlatGradient:
         self.shard = shard
         self.dtype = dtype
         self.device = device
+        self.is_offloaded = shard.device.type != device.type
         self.mesh = mesh
         self.memory = memory
         self.name = name
@@ -126,6 +130,23 @@ class FlatGradient:
         return used, Work(free)
 
     def _start(self, buffer: Tensor, out: Tensor, accumulate: bool) -> Callable[[], None]:
+        """Start to reduce into ``out``, wherever that is; return what waits for it."""
+        if not self.is_offloaded:
+            return self._start_on_device(buffer, out, accumulate)
+        total = torch.empty_like(out, device=self.device)
+        self.memory.add("reduce_bytes", num_bytes(total))
+        if accumulate:
+            total.copy_(out, non_blocking=True)
+        finish = self._start_on_device(buffer, total, accumulate)
+
+        def move() -> None:
+            finish()
+            out.copy_(total, non_blocking=True)
+            self.memory.add("reduce_bytes", -num_bytes(total))
+
+        return move
+
+    def _start_on_device(self, buffer: Tensor, out: Tensor, accumulate: bool) -> Callable[[], None]:
         """Start the first collective; return what waits for it and does the others."""
         shards, replicas = self.mesh.shards, self.mesh.replicas
         if replicas is None:
@@ -159,6 +180,8 @@ class FlatGradient:
         out, self._reduced = self._reduced, None
         assert out is not None, f"`{self.name}` has no reduced gradients"
         self._published = weakref.ref(out)
+        if self.is_offloaded:
+            torch.cuda.synchronize(self.device)  # the optimizer reads it on the CPU
         for original, is_used in zip(self.originals, used, strict=True):
             if is_used and original.sharded.requires_grad:
                 original.sharded.grad = original.piece_of(out)
@@ -200,7 +223,7 @@ class FlatGradient:
         grads = [original.sharded.grad for original in self.originals]
         out = self._published() if self._published is not None else None
         if out is None:
-            out = torch.empty_like(self.shard)
+            out = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
             size = num_bytes(out)
             self.memory.add("gradients_bytes", size)
             weakref.finalize(out, self.memory.add, "gradients_bytes", -size)
