@@ -95,7 +95,9 @@ def _exact_sum(root: RootState, values: Tensor, largest: Tensor, count: int) -> 
 def _quantum(largest: Tensor, count: int) -> Tensor:
     """Return the power of two of which ``count`` multiples up to ``largest`` add up exactly."""
     exponent = torch.frexp(largest * count).exponent  # largest * count < 2 ** exponent
-    return torch.ldexp(torch.ones_like(largest), exponent - 52)
+    # Made from bits: a device's `pow` need not return powers of two exactly.
+    biased = (exponent.long() - 52 + 1023).clamp(1, 2046)
+    return (biased << 52).view(torch.float64)
 
 
 def _max_over_ranks(root: RootState, values: Tensor) -> Tensor:
