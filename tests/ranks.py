@@ -1,4 +1,4 @@
-"""Run one function on several gloo ranks of this machine, fast and without leaving a process.
+"""Run one function on several ranks of this machine, fast and without leaving a process.
 
 Processes come from a fork server that has imported torch and Lightning once, so a test with a
 few ranks costs a fraction of a second. The ranks meet through a file, not a port. A rank that
@@ -37,11 +37,15 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 30.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 30.0,
+    gpu_backend: str | None = None,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks and return what each returned, in rank order.
 
-    Inside `fn` a gloo process group exists (its own timeout is 2/3 of `timeout`), the variables
+    Inside `fn` a process group (gloo) exists (its own timeout is 2/3 of `timeout`), the variables
     that torchrun sets are set, one intra-op thread is used, and seeds are those of a new process.
 
     Args:
@@ -49,6 +53,8 @@ def run_ranks(
         world_size: Number of ranks.
         *args: Arguments for every rank; they and the results must be picklable.
         timeout: Seconds after which ranks that still run are killed.
+        gpu_backend: `nccl` or `gloo`: ranks get GPUs and a group bound to them. With fewer GPUs
+            than ranks each rank is a machine of its own, whose one GPU is the first.
 
     Raises:
         RankError: With the traceback of the rank that failed first.
@@ -66,17 +72,24 @@ def run_ranks(
             MASTER_PORT=str(port_holder.getsockname()[1]),
             TORCHELASTIC_RUN_ID="tests",
         )
+        is_local = gpu_backend is None or torch.cuda.device_count() >= world_size
+        # A server that forks after something looked for GPUs cannot serve ranks that use them.
+        context = _context if gpu_backend is None else multiprocessing.get_context("spawn")
         port_holder.close()  # free for a rank that makes a new process group itself
         store_file = str(Path(directory) / "store")
         connections: list[Connection] = []
         processes = []
         try:
             for rank in range(world_size):
-                ours, theirs = _context.Pipe()
+                ours, theirs = context.Pipe()
                 rank_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = _context.Process(
+                if not is_local:
+                    rank_env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                    rank_env |= {"NODE_RANK": str(rank), "GROUP_RANK": str(rank)}
+                call = pickle.dumps((fn, args))
+                process = context.Process(
                     target=_run_rank,
-                    args=(theirs, rank_env, store_file, timeout, pickle.dumps((fn, args))),
+                    args=(theirs, rank_env, store_file, timeout, call, gpu_backend),
                     name=f"rank-{rank}",
                 )
                 connections.append(ours)
@@ -126,7 +139,12 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
 
 
 def _run_rank(
-    connection: Connection, env: dict[str, str], store_file: str, timeout: float, call: bytes
+    connection: Connection,
+    env: dict[str, str],
+    store_file: str,
+    timeout: float,
+    call: bytes,
+    gpu_backend: str | None,
 ) -> None:
     """The life of one rank: set up, call, report, wait for the others, leave."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -136,12 +154,17 @@ def _run_rank(
         os.environ.update(env)
         torch.set_num_threads(1)
         world_size, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+        device = None
+        if gpu_backend is not None:
+            device = torch.device("cuda", int(env["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            gpu_backend or "gloo",
             store=dist.FileStore(store_file, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout * 2 / 3),
+            device_id=device,
         )
         fn, args = pickle.loads(call)
         message = pickle.dumps((True, time.monotonic(), fn(*args)))
