@@ -26,6 +26,7 @@ class Watching(LitStack):
         self.is_fused = is_fused
         self.places = set()
         self.scales = []
+        self.batches = []
         self.net.blocks[0].up.register_forward_hook(self.watch)
 
     def watch(self, module, args, _):
@@ -33,6 +34,7 @@ class Watching(LitStack):
         self.places.add((*places, tuple(module.weight.shape)))
 
     def training_step(self, batch, index):
+        self.batches.append([each.cpu() for each in batch])
         self.log("train/number", 1.0, sync_dist=True)
         loss = super().training_step(batch, index)
         return loss * 1e30 if index == self.overflow_at and self.global_rank == 0 else loss
@@ -72,30 +74,32 @@ def _fit(directory, module, cpu_offload=False, **options):
     return {name: value.cpu() for name, value in full_parameters(module).items()}
 
 
-def _one_process(world_size):
+def _one_process(batches_of_ranks):
     """The same training without Lightning, on the CPU."""
     torch.manual_seed(0)
     net = Stack()
     optimizer = _adamw(net.parameters())
-    inputs, targets = regression_data().dataset.tensors
-    for start in range(0, len(inputs), 4 * world_size):
-        for rank in range(world_size):
-            share = slice(start + rank, start + 4 * world_size, world_size)
-            (F.mse_loss(net(inputs[share]), targets[share]) / world_size).backward()
+    for batches in zip(*batches_of_ranks, strict=True):
+        for inputs, targets in batches:
+            (F.mse_loss(net(inputs), targets) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {f"net.{name}": param.detach() for name, param in net.named_parameters()}
 
 
 def _fit_both_ways(directory):
-    return [_fit(directory, Watching(), cpu_offload) for cpu_offload in (False, True)]
+    found = []
+    for cpu_offload in (False, True):
+        module = Watching()
+        found.append((_fit(directory, module, cpu_offload), module.batches))
+    return found
 
 
 @every_group
 def test_fit_ends_with_the_weights_of_one_process(group, tmp_path):
-    expected = _one_process(group[1])
-    for both in on_gpus(_fit_both_ways, group, tmp_path):
-        for weights in both:
+    for ranks in zip(*on_gpus(_fit_both_ways, group, tmp_path), strict=True):
+        expected = _one_process([batches for _, batches in ranks])
+        for weights, _ in ranks:
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
