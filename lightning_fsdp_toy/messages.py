@@ -35,6 +35,9 @@ def naming(key: str) -> Iterator[None]:
         known = ("ValueError", "TypeError", "MisconfigurationException", "InstantiationException")
         if type(cause).__name__ not in known:
             text = f"{type(cause).__name__}: {text}"
+        argument = re.match(r"`([a-z_][a-z_.]*)`", text)
+        if argument and key.isidentifier() and argument[1].split(".")[0] != key:
+            text = f"`{key}.{text[1:]}"
         is_named = f"`{key}." in text or f"`{key}=" in text or f"`{key}`" in text
         raise ValueError(text if is_named else f"`{key}`: {text}") from cause
 
@@ -84,6 +87,10 @@ def describe_unknown_key(key: str, keys: Iterable[str]) -> str:
     >>> describe_unknown_key("trainer.max_step", ["trainer.max_steps", "devices"])
     'unknown key `trainer.max_step`: did you mean `trainer.max_steps`?'
     """
+    keys = list(keys)
+    parent = key.rpartition(".")[0]
+    if parent in keys and not any(known.startswith(f"{parent}.") for known in keys):
+        return f"unknown key `{key}`: `{parent}` is one value: set it whole, as in conf/"
     keys = [known for known in keys if not key.startswith(f"{known}.")]
     if key in keys:
         return f"`{key}` is null, and Hydra deletes no key that is null: leave it, or set it"

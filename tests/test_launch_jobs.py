@@ -212,6 +212,8 @@ def test_paths_are_relative_to_where_the_program_was_started(tmp_path: Path) -> 
     assert read_summary(tmp_path / "run")["world_size"] == 1
 
 
+HYBRID = "strategy.sharding_strategy=HYBRID_SHARD strategy.device_mesh"
+POLICY = "strategy.mixed_precision={_target_:lightning_fsdp_toy.sharding.MixedPrecisionPolicy"
 BAD_INPUT = {
     "devices=0": "`devices=0`: expected a whole number of at least 1",
     "devices=two": "`devices=two`: expected a whole number",
@@ -223,14 +225,14 @@ BAD_INPUT = {
     "seed=-1": "`seed=-1`: expected a whole number",
     "ckpt_path=missing.ckpt": "missing.ckpt` does not exist: check the path",
     "trainer.max_steps=-5": "`trainer.max_steps=-5`: expected a whole number",
-    "trainer.gradient_clip_algorithm=x": "`trainer`: `gradient_clip_algorithm`",
+    "trainer.gradient_clip_algorithm=x": "`trainer.gradient_clip_algorithm`",
     "launch.num_threads=0": "`launch.num_threads=0`: expected a whole number of at least 1",
     "data.batch_size=0": "`data.batch_size` must be at least 1, got 0",
     "data.batch_size=100000": "lower `data.batch_size`",
     "data.files=missing.txt": "`data.files`: '",
     "data.files=empty.txt": "is empty: name a file with text",
     "data.seq_len=1024": "`data.seq_len=1024` is longer than `model.max_seq_len=256`",
-    "model.nhead=3": "`model`: ",
+    "model.nhead=3": "`model.d_model` must be a multiple",
     "model.vocab_size=65": "`model.vocab_size=65` is too small for the 256 different tokens",
     "optimizer.lr=-1": "`optimizer`: ",
     "+optimizer.momentun=1": "`optimizer.momentun`: AdamW takes no argument momentun; it takes",
@@ -255,15 +257,35 @@ BAD_INPUT = {
     "strategy.process_group_backend=foo": "`strategy.process_group_backend=foo` is unknown: choose",
     "strategy.allow_optimizers=[foo]": "`strategy.allow_optimizers`: 'foo' is no optimizer class",
     "strategy=fsdp strategy.sharding_strategy=FOO": "`strategy`: ",
-    "strategy=fsdp strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy`: names 'Blok'",
+    "strategy=fsdp strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy` names 'Blok'",
     "strategy=fsdp strategy.timeout=3": "`strategy.timeout=3`: expected a time above 0",
     "world_size=7": "`world_size=7` is computed: leave it out and set `devices`, `num_nodes`",
     "~optimizer": "`optimizer` is null or missing",
     "+foo=1": "unknown key `foo`: keys are accelerator",
     "+device=1": "unknown key `device`: did you mean `devices`?",
-    "strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy`: names 'Blok'",
-    "strategy.sharding_strategy=HALF": "`strategy`: `sharding_strategy`",
-    "lit_module.schedule=linear": "`lit_module`: `schedule`",
+    "strategy.auto_wrap_policy=[Blok]": "`strategy.auto_wrap_policy` names 'Blok'",
+    "strategy.sharding_strategy=HALF": "`strategy.sharding_strategy`: expected one of FULL_SHARD",
+    "lit_module.schedule=linear": "`lit_module.schedule`",
+    "strategy.num_prefetch=-1": "`strategy.num_prefetch`: expected a whole number of units, at",
+    "strategy.num_prefetch=0.5": "`strategy.num_prefetch=0.5`: expected a whole number",
+    "strategy.gradient_sync=last": "`strategy.gradient_sync=last`: expected 'every_micro_batch' or",
+    "strategy.transport=fast": "`strategy.transport=fast`: expected 'auto' or 'native' or",
+    "strategy.cpu_offload=maybe": "`strategy.cpu_offload=maybe`: expected true or false",
+    "strategy.debug=1": "`strategy.debug=1`: expected true or false",
+    "strategy.device_mesh=[2,1]": "`strategy.device_mesh` is for sharding_strategy='HYBRID_SHARD'",
+    "strategy.device_mesh=2": "`strategy.device_mesh=2`: expected null or a list",
+    f"{HYBRID}=[2,2]": "`strategy.device_mesh`: 2 replicas x 2 shards are 4 ranks, but there are 2",
+    f"{HYBRID}=[2]": "`strategy.device_mesh`: expected (replicas, shards), two whole numbers",
+    f"{HYBRID}=[a,b]": "`strategy.device_mesh`: expected (replicas, shards), two whole numbers",
+    "strategy.activation_checkpointing_policy=[Blok]": "checkpointing_policy` names 'Blok', but",
+    "strategy.activation_checkpointing_policy=DecoderLayer": "one class name, write ['DecoderL",
+    f"{POLICY},param_dtype:int8}}": "`strategy.mixed_precision.param_dtype`: expected a floating",
+    f"{POLICY},reduce_dtype:bfloat}}": "or 'bfloat16', or None, got 'bfloat'",
+    f"{POLICY},param_dtyp:bfloat16}}": "`strategy.mixed_precision.param_dtyp`: MixedPrecision",
+    "strategy.mixed_precision=bfloat16": "`strategy.mixed_precision=bfloat16`: expected null or {",
+    "optimizer._target_=torch.optim.Adafactor ~optimizer.betas ~optimizer.eps": (
+        "`optimizer._target_=torch.optim.Adafactor`: Adafactor is not known to update elements"
+    ),
 }
 
 
@@ -279,6 +301,26 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, overrides: str
     assert "\n" not in message
     assert caught.value.exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        f"{HYBRID}=[2,1] strategy.num_prefetch=2 strategy.debug=true",
+        f"{POLICY},param_dtype:bfloat16}} strategy.activation_checkpointing_policy=[DecoderLayer] "
+        "strategy.gradient_sync=last_micro_batch trainer.accumulate_grad_batches=2",
+    ],
+)
+def test_every_argument_of_the_strategy_reaches_its_ranks(tmp_path: Path, overrides: str) -> None:
+    launch(compose(tmp_path, "trainer.max_steps=2", *overrides.split()))
+    summary = read_summary(tmp_path)
+    assert summary["steps"] == 2
+    sent = summary["communication"]["measured"]
+    gathered, reduced = sent["all_gather_bytes"], sent["reduce_scatter_bytes"]
+    if "HYBRID" in overrides:  # a shard group is one rank: nothing but the all-reduce across groups
+        assert gathered == reduced == 0 and sent["all_reduce_bytes"] > 0
+    else:  # blocks are gathered 4 times, the rest twice, at half the width; 1 reduction
+        assert reduced < gathered < 2 * reduced
 
 
 def test_bytes_are_counted_once_for_each_memory() -> None:
@@ -322,6 +364,7 @@ def test_every_argument_is_a_key_of_the_config(tmp_path: Path) -> None:
         ("trainr.max_steps", "did you mean `trainer.max_steps`?"),
         ("trainer.devices", "did you mean `devices`?"),
         ("strategy.foo", "`strategy` has auto, timeout"),
+        ("strategy.auto.x", "`strategy.auto` is one value: set it whole, as in conf/"),
         ("foo", "the config has devices, lit_module, strategy, trainer"),
         ("strategy.timeout.x", "`strategy.timeout` has minutes"),
     ],

@@ -128,7 +128,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
     def _options(self) -> ShardingOptions:
         """What the core is told, with what depends on Fabric filled in."""
         mesh = self.device_mesh
-        if self.sharding_strategy == "HYBRID_SHARD" and mesh is None:
+        if self.sharding_strategy == "HYBRID_SHARD" and mesh is None and self.num_processes:
             mesh = (self.num_nodes, self.num_processes)
         policy = self.mixed_precision or policy_of(self.precision)
         return ShardingOptions(

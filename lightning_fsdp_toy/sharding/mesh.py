@@ -30,6 +30,7 @@ from lightning_fsdp_toy.sharding.collectives import (
     timeout_of,
 )
 from lightning_fsdp_toy.sharding.ledger import Ledger
+from lightning_fsdp_toy.sharding.options import check_device_mesh
 from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport, StagedTransport
 
 __all__ = ["RankMesh", "make_mesh", "make_transport"]
@@ -84,7 +85,9 @@ def make_mesh(
         world_size = dist.get_world_size(group)
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device_mesh = (max(world_size // num_local, 1), min(num_local, world_size))
-    _check_device_mesh(sharding_strategy, device_mesh, group)
+    if device_mesh is not None:
+        world_size = 1 if group is None else dist.get_world_size(group)
+        check_device_mesh(sharding_strategy, device_mesh, world_size)
     world = make_transport(transport, group, device, ledger)
     if sharding_strategy == "NO_SHARD":
         alone = LocalTransport(None, ledger)
@@ -99,33 +102,6 @@ def make_mesh(
     shards = make_transport(transport, _own_group(rows, group), device, ledger)
     replicas = make_transport(transport, _own_group(columns, group), device, ledger)
     return RankMesh(world, shards, replicas if num_replicas > 1 else None)
-
-
-def _check_device_mesh(
-    sharding_strategy: str, device_mesh: tuple[int, int] | None, group: dist.ProcessGroup | None
-) -> None:
-    world_size = 1 if group is None else dist.get_world_size(group)
-    if sharding_strategy != "HYBRID_SHARD":
-        if device_mesh is not None:
-            raise ValueError(
-                f"`device_mesh` is for sharding_strategy='HYBRID_SHARD', got it with "
-                f"{sharding_strategy!r}. Leave it out."
-            )
-        return
-    if group is None and device_mesh is None:
-        return
-    is_pair = isinstance(device_mesh, tuple | list) and len(device_mesh) == 2
-    if not is_pair or not all(isinstance(each, int) and each > 0 for each in device_mesh or ()):
-        raise ValueError(
-            f"`device_mesh`: expected (replicas, shards), two whole numbers above 0 whose product "
-            f"is the number of ranks ({world_size}), got {device_mesh!r}."
-        )
-    assert device_mesh is not None
-    if device_mesh[0] * device_mesh[1] != world_size:
-        raise ValueError(
-            f"`device_mesh`: {device_mesh[0]} replicas x {device_mesh[1]} shards are "
-            f"{device_mesh[0] * device_mesh[1]} ranks, but there are {world_size}."
-        )
 
 
 def _own_group(groups: list[list[int]], world: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 
-__all__ = ["SHARDING_STRATEGIES", "ShardingOptions"]
+__all__ = ["SHARDING_STRATEGIES", "ShardingOptions", "check_device_mesh"]
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 
@@ -47,3 +47,32 @@ class ShardingOptions:
                 f"`mixed_precision`: expected a MixedPrecisionPolicy or None, "
                 f"got {type(self.precision).__name__}."
             )
+        if self.device_mesh is not None:
+            check_device_mesh(self.sharding_strategy, self.device_mesh)
+
+
+def check_device_mesh(
+    sharding_strategy: str, device_mesh: object, world_size: int | None = None
+) -> None:
+    """Refuse a ``device_mesh`` that does not fit the strategy or, if given, the number of ranks.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if sharding_strategy != "HYBRID_SHARD":
+        raise ValueError(
+            f"`device_mesh` is for sharding_strategy='HYBRID_SHARD', got it with "
+            f"{sharding_strategy!r}. Leave it out."
+        )
+    sizes = device_mesh if isinstance(device_mesh, tuple) else ()
+    if len(sizes) != 2 or not all(type(each) is int and each > 0 for each in sizes):
+        number = "" if world_size is None else f" ({world_size})"
+        raise ValueError(
+            f"`device_mesh`: expected (replicas, shards), two whole numbers above 0 whose product "
+            f"is the number of ranks{number}, got {device_mesh!r}."
+        )
+    if world_size is not None and sizes[0] * sizes[1] != world_size:
+        raise ValueError(
+            f"`device_mesh`: {sizes[0]} replicas x {sizes[1]} shards are {sizes[0] * sizes[1]} "
+            f"ranks, but there are {world_size}."
+        )

@@ -114,6 +114,9 @@ def _check_value(key: str, value: Any, hint: Any, parameter: inspect.Parameter) 
     expected += ["a text"] if str in kinds else []
     expected += ["null"] if type(None) in kinds else []
     expected += [each.__name__ for each in others]
+    expected += (
+        ["a list"] if any(typing.get_origin(each) in (list, tuple) for each in opaque) else []
+    )
     if expected:
         raise ValueError(f"`{key}={value}`: expected {' or '.join(expected)}")
 

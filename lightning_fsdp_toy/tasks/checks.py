@@ -21,10 +21,11 @@ from torch import nn
 
 from lightning_fsdp_toy.data import MicroBatchDataModule
 from lightning_fsdp_toy.messages import naming
-from lightning_fsdp_toy.sharding.policy import select_units
+from lightning_fsdp_toy.strategy import ToyFSDPStrategy
 from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.arguments import check_arguments, check_targets, find_target
 from lightning_fsdp_toy.tasks.check_checkpoint import check_checkpoint
+from lightning_fsdp_toy.tasks.check_sharding import check_policies, check_sharding
 
 __all__ = ["PRECISIONS", "absolute_paths", "check_job", "choose_accelerator"]
 
@@ -132,12 +133,14 @@ def check_job(job: Job, build: Build) -> None:
     _check_sizes(config, data)
     strategy: Any = config["strategy"]
     if isinstance(strategy, dict):
-        _check_wrap_policies(strategy, model)
+        check_policies(strategy, model)
         strategy = build("strategy")
         _check_strategy(config, strategy)
     make_optimizer = build("optimizer")
     with naming("optimizer"):
-        make_optimizer([nn.Parameter(torch.zeros(1))])
+        optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
+    if isinstance(strategy, ToyFSDPStrategy):
+        check_sharding(config, strategy, model, optimizer)
     module = build("lit_module", model=model, optimizer=make_optimizer)
     with _quiet():
         _check_trainer(config, strategy)
@@ -237,17 +240,6 @@ def _check_sizes(config: dict[str, Any], data: Any) -> None:
             f"`model.vocab_size={vocab_size}` is too small for the {num_tokens} different tokens "
             f"of the data: use `model.vocab_size={num_tokens}`"
         )
-
-
-def _check_wrap_policies(strategy: dict[str, Any], model: nn.Module) -> None:
-    """Refuse classes that the model does not contain; of this package's strategies only."""
-    if not str(strategy.get("_target_")).startswith("lightning_fsdp_toy."):
-        return
-    try:
-        select_units(model, strategy.get("auto_wrap_policy"))
-    except (ValueError, TypeError) as error:
-        message = str(error).removeprefix("`auto_wrap_policy`").strip(" :")
-        raise ValueError(f"`strategy.auto_wrap_policy`: {message}") from error
 
 
 def _check_trainer(config: dict[str, Any], strategy: Any) -> None:
