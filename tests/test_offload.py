@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp_toy.sharding import fully_shard, get_root, mesh
-from lightning_fsdp_toy.sharding.collectives import NativeTransport, backend_for, timeout_of
+from lightning_fsdp_toy.sharding.collectives import NativeTransport
+from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
 from lightning_fsdp_toy.sharding.pairwise import StagedTransport
 from tests.core_helpers import (
     Stack,

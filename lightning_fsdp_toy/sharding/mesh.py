@@ -26,9 +26,8 @@ from lightning_fsdp_toy.sharding.collectives import (
     LocalTransport,
     NativeTransport,
     Transport,
-    backend_for,
-    timeout_of,
 )
+from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.options import check_device_mesh
 from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport, StagedTransport
