@@ -56,7 +56,7 @@ from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
 from lightning_fsdp_toy.steps import ShardedSteps
-from lightning_fsdp_toy.trainer_adapter import adapt_trainer, prepare_trainer
+from lightning_fsdp_toy.trainer_adapter import adapt_trainer, prepare_trainer, warn_of_idle_options
 from lightning_fsdp_toy.waits import NamedWaits
 
 __all__ = ["ToyFSDPStrategy"]
@@ -243,6 +243,7 @@ class ToyFSDPStrategy(
             self.model = conversion.sync_batch_norms(self.model, self._layer_sync, self.root_device)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         adapt_trainer(trainer, self.root)
+        warn_of_idle_options(trainer, self)
         self.barrier()
         if is_fitting:
             self.setup_optimizers(trainer)

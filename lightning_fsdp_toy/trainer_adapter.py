@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp_toy.averaging import adapt_averaging, attach_averages
 from lightning_fsdp_toy.finetuning import adapt_finetuning
@@ -16,7 +18,7 @@ from lightning_fsdp_toy.sharding.state_dict import full_shapes
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding import RootState
 
-__all__ = ["adapt_trainer", "prepare_trainer"]
+__all__ = ["adapt_trainer", "prepare_trainer", "warn_of_idle_options"]
 
 
 @dataclass
@@ -57,6 +59,26 @@ def adapt_trainer(trainer: Trainer, root: RootState) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
             callback._summary = _summary_of(callback, root)  # type: ignore[method-assign]
+
+
+def warn_of_idle_options(trainer: Trainer, strategy: Any) -> None:
+    """Warn of options of the strategy that change nothing in this run."""
+    idle = []
+    if strategy.activation_checkpointing_reentrant and not strategy.activation_checkpointing_policy:
+        idle.append(
+            "`activation_checkpointing_reentrant=True` without `activation_checkpointing_policy`"
+        )
+    schedules = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    if (
+        strategy.gradient_sync == "last_micro_batch"
+        and trainer.state.fn == TrainerFn.FITTING
+        and trainer.lightning_module.automatic_optimization
+        and trainer.accumulate_grad_batches == 1
+        and not schedules
+    ):
+        idle.append("`gradient_sync='last_micro_batch'` without `accumulate_grad_batches`")
+    for what in idle:
+        rank_zero_warn(f"{what} has no effect.")
 
 
 def _summary_of(callback: ModelSummary, root: RootState) -> Any:

@@ -347,6 +347,21 @@ def _fit_coding(strategy, method, directory, register):
     return module.losses, trainer.callback_metrics["val/loss"].item()
 
 
+def _warnings_of_idle_options(directory):
+    strategy = ToyFSDPStrategy(
+        gradient_sync="last_micro_batch", activation_checkpointing_reentrant=True
+    )
+    with pytest.warns(UserWarning) as caught:
+        make_trainer(strategy, directory, max_steps=1).fit(LitStack(), regression_data())
+    return [str(each.message) for each in caught]
+
+
+def test_options_without_effect_warn(tmp_path):
+    (texts,) = run_ranks(_warnings_of_idle_options, 1, tmp_path)
+    for option in ("activation_checkpointing_reentrant=True", "gradient_sync='last_micro_batch'"):
+        assert any(f"`{option}` without" in text and "no effect" in text for text in texts)
+
+
 def test_methods_other_than_forward(tmp_path):  # C39
     expected = run_ranks(_fit_coding, 2, "ddp", "decode", tmp_path, False)
     assert run_ranks(_fit_coding, 2, "toy_fsdp", "decode", tmp_path, False) == expected
