@@ -105,7 +105,7 @@ def test_streams_of_equal_length_train_to_the_end(tmp_path):
 
 
 def _swapped():
-    model = fully_shard(Stack())
+    model = fully_shard(Stack(), num_prefetch=0)  # gathered ahead, both would be there in time
     batch = torch.randn(3, 5)
     model(batch).sum().backward()
     if dist.get_rank() == 1:
@@ -174,7 +174,9 @@ def test_a_barrier_on_one_rank_against_a_gather_on_another(tmp_path):
     for seconds, text in run_ranks(_barrier_against_gather, 2, tmp_path):
         assert seconds < LIMIT_S
         assert "rank 1 waits in barrier `of the user` number 1, 2 training batches" in text
-        assert "of unit `net.blocks.0`, 2 training batches begun in epoch 0" in text
+        assert re.search(r"of unit `net.blocks.\d`, 2 training batches begun in epoch 0", text), (
+            text
+        )
 
 
 # -- a rank that raises (C20) ---------------------------------------------------------------------
