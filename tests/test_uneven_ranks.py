@@ -23,7 +23,7 @@ from tests.ranks import RankError, run_ranks
 from tests.test_cli import TINY, finish, start
 
 REPO = Path(__file__).parents[1]
-LIMIT_S = 15  # the process group's own timeout is longer in every test
+TIMEOUT_S = 120  # that of the process group is 2/3; its message would be another one
 
 
 class Stream(IterableDataset):
@@ -38,13 +38,12 @@ class Stream(IterableDataset):
 
 
 def _outcome(function, *args, **options):
-    """Return the seconds a call took and the text of what it raised."""
-    start = time.monotonic()
+    """Return the text of what a call raised."""
     try:
         function(*args, **options)
     except Exception as error:
-        return time.monotonic() - start, f"{type(error).__name__}: {error}"
-    return time.monotonic() - start, "no error"
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 # -- unequal numbers of batches (C19) ----------------------------------------------------------
@@ -74,11 +73,10 @@ def _run_uneven(directory, stage, counts, max_epochs):
 def test_unequal_batch_counts_end_on_every_rank_with_both_counts(
     tmp_path, stage, counts, max_epochs
 ):
-    results = run_ranks(_run_uneven, 2, tmp_path, stage, counts, max_epochs, timeout=60)
+    results = run_ranks(_run_uneven, 2, tmp_path, stage, counts, max_epochs, timeout=TIMEOUT_S)
     word = {"fit": "training", "validate": "validation", "predict": "prediction"}[stage]
     fewer = min(counts)
-    for rank, (seconds, text) in enumerate(results):
-        assert seconds < LIMIT_S
+    for rank, text in enumerate(results):
         assert text.startswith(f"StallError: rank {rank} of 2: ")
         assert "They ran unequal numbers of batches" in text
         short, long = (0, 1) if counts[0] < counts[1] else (1, 0)
@@ -94,7 +92,7 @@ def _run_even(directory, counts):
     trainer = make_trainer("toy_fsdp", directory, max_epochs=2)
     loader = DataLoader(Stream(counts), batch_size=None)
     result = _outcome(trainer.fit, module, loader, loader)
-    return result[1], len(module.losses)
+    return result, len(module.losses)
 
 
 def test_streams_of_equal_length_train_to_the_end(tmp_path):
@@ -114,8 +112,7 @@ def _swapped():
 
 
 def test_units_in_another_order_on_one_rank_are_named():
-    for rank, (seconds, text) in enumerate(run_ranks(_swapped, 2)):
-        assert seconds < LIMIT_S
+    for rank, text in enumerate(run_ranks(_swapped, 2, timeout=TIMEOUT_S)):
         unit = f"blocks.{rank}"
         assert f"rank {rank} of 2: all-gather number 3 of unit `{unit}` cannot end" in text
         assert "rank 0 waits in all-gather number 3 of unit `blocks.0`" in text
@@ -151,8 +148,8 @@ def _some_enter_unsharded(module_name):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["", "blocks.1"])
 def test_unsharded_entered_by_some_ranks_fails_fast(world_size, name):
-    for rank, (seconds, text) in enumerate(run_ranks(_some_enter_unsharded, world_size, name)):
-        assert seconds < LIMIT_S
+    texts = run_ranks(_some_enter_unsharded, world_size, name, timeout=TIMEOUT_S)
+    for rank, text in enumerate(texts):
         assert f"rank {rank} of {world_size}: " in text
         assert "an `unsharded` block that not all ranks ran" in text
 
@@ -171,8 +168,7 @@ def _barrier_against_gather(directory):
 
 
 def test_a_barrier_on_one_rank_against_a_gather_on_another(tmp_path):
-    for seconds, text in run_ranks(_barrier_against_gather, 2, tmp_path):
-        assert seconds < LIMIT_S
+    for text in run_ranks(_barrier_against_gather, 2, tmp_path, timeout=TIMEOUT_S):
         assert "rank 1 waits in barrier `of the user` number 1, 2 training batches" in text
         assert re.search(r"of unit `net.blocks.\d`, 2 training batches begun in epoch 0", text), (
             text
@@ -199,8 +195,7 @@ def _raise_in_step_2(directory, has_checkpoint):
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 def test_a_rank_that_raises_stops_those_that_live_on(tmp_path, has_checkpoint):
-    (seconds, other), (_, own) = run_ranks(_raise_in_step_2, 2, tmp_path, has_checkpoint)
-    assert seconds < LIMIT_S
+    other, own = run_ranks(_raise_in_step_2, 2, tmp_path, has_checkpoint, timeout=TIMEOUT_S)
     assert "KeyError: 'planted in step 2'" in other or not has_checkpoint
     if has_checkpoint:
         assert own.startswith("StallError") and "while handling KeyError: 'planted" in own
