@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp_toy import conversion
+from lightning_fsdp_toy.arguments import START_METHODS, check_choice, register, sharding_options
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.compiled import CompiledModules
 from lightning_fsdp_toy.environment import RankEnvironment
@@ -138,11 +139,11 @@ class ToyFSDPStrategy(
         refuse_fsdp_arguments(kwargs)
         super().__init__(**kwargs)
         sharding_strategy = strategy_name(sharding_strategy)
-        _check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
-        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        _check_choice("transport", transport, ("auto", "native", "pairwise"))
-        _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        _check_choice("gradient_sync", gradient_sync, ("every_micro_batch", "last_micro_batch"))
+        check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
+        check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        check_choice("transport", transport, ("auto", "native", "pairwise"))
+        check_choice("start_method", start_method, START_METHODS)
+        check_choice("gradient_sync", gradient_sync, ("every_micro_batch", "last_micro_batch"))
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
         self.mixed_precision = precision_policy(mixed_precision)
@@ -157,30 +158,10 @@ class ToyFSDPStrategy(
         self.debug = debug
         self.allow_optimizers = tuple(allow_optimizers)
         self.num_nodes = 1
-        self._check_options()
+        sharding_options(self, self.mixed_precision, self.device_mesh)  # refused before ranks start
         self._timeout = timeout
         self._start_method = start_method
         self._process_group_backend = process_group_backend
-
-    def _check_options(self) -> None:
-        """Refuse what ``fully_shard`` would refuse, before any rank starts."""
-        self._options(self.mixed_precision, self.device_mesh)
-
-    def _options(
-        self,
-        mixed_precision: MixedPrecisionPolicy | None,
-        device_mesh: tuple[int, ...] | None,
-    ) -> ShardingOptions:
-        return ShardingOptions(
-            auto_wrap_policy=self.auto_wrap_policy,
-            sharding_strategy=self.sharding_strategy,
-            transport=self.transport,
-            precision=MixedPrecisionPolicy() if mixed_precision is None else mixed_precision,
-            device_mesh=device_mesh,  # type: ignore[arg-type]  # its length is checked there
-            num_prefetch=self.num_prefetch,
-            cpu_offload=self.cpu_offload,
-            debug=self.debug,
-        )
 
     # -- what this strategy adds ----------------------------------------------------------------
 
@@ -279,7 +260,7 @@ class ToyFSDPStrategy(
         mesh = self.device_mesh
         if self.sharding_strategy == "HYBRID_SHARD" and mesh is None:
             mesh = (self.num_nodes, self.num_processes)
-        return self._options(self.mixed_precision_policy, mesh)
+        return sharding_options(self, self.mixed_precision_policy, mesh)
 
     def _fits(self, root: RootState) -> bool:
         same_group = root.mesh.world.group is (dist.group.WORLD if dist.is_initialized() else None)
@@ -330,22 +311,4 @@ class ToyFSDPStrategy(
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, start_method, options in (
-            ("toy_fsdp", "popen", {}),
-            ("toy_fsdp_spawn", "spawn", {}),
-            ("toy_fsdp_notebook", "fork", {}),
-            ("toy_fsdp_cpu_offload", "popen", {"cpu_offload": True}),
-        ):
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"Fully sharded data parallel by hand, ranks by {start_method}",
-                    start_method=start_method,
-                    **options,
-                )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}`: expected one of {', '.join(choices)}, got {value!r}.")
+        register(cls, strategy_registry)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp_toy import process_group
+from lightning_fsdp_toy.arguments import START_METHODS, check_choice, register, sharding_options
 from lightning_fsdp_toy.fabric.checkpointing import FabricCheckpointing
 from lightning_fsdp_toy.fabric.launching import FabricLauncher
 from lightning_fsdp_toy.fabric.models import ShardedModels
@@ -33,8 +34,6 @@ from lightning_fsdp_toy.sharding.policy import WrapPolicy
 __all__ = ["ToyFSDPFabricStrategy"]
 
 T = TypeVar("T")
-
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
@@ -103,9 +102,9 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        _check_choice("transport", transport, ("auto", "native", "pairwise"))
-        _check_choice("start_method", start_method, _START_METHODS)
+        check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        check_choice("transport", transport, ("auto", "native", "pairwise"))
+        check_choice("start_method", start_method, START_METHODS)
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
         self.mixed_precision = mixed_precision
@@ -131,16 +130,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         if self.sharding_strategy == "HYBRID_SHARD" and mesh is None and self.num_processes:
             mesh = (self.num_nodes, self.num_processes)
         policy = self.mixed_precision or policy_of(self.precision)
-        return ShardingOptions(
-            auto_wrap_policy=self.auto_wrap_policy,
-            sharding_strategy=self.sharding_strategy,
-            transport=self.transport,
-            precision=MixedPrecisionPolicy() if policy is None else policy,
-            device_mesh=mesh,  # type: ignore[arg-type]  # its length is checked there
-            num_prefetch=self.num_prefetch,
-            cpu_offload=self.cpu_offload,
-            debug=self.debug,
-        )
+        return sharding_options(self, policy, mesh)
 
     @property
     @override
@@ -240,19 +230,4 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        options: dict[str, dict[str, Any]] = {
-            "toy_fsdp": {"start_method": "popen"},
-            "toy_fsdp_spawn": {"start_method": "spawn"},
-            "toy_fsdp_notebook": {"start_method": "fork"},
-            "toy_fsdp_cpu_offload": {"cpu_offload": True},
-        }
-        for name, arguments in options.items():
-            if name not in strategy_registry:
-                given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-                text = f"Fully sharded data parallel by hand, {given}"
-                strategy_registry.register(name, cls, description=text, **arguments)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}`: expected one of {', '.join(choices)}, got {value!r}.")
+        register(cls, strategy_registry)
