@@ -5,7 +5,6 @@ Members stand in the order in which Lightning's own strategies have them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -61,8 +60,6 @@ from lightning_fsdp_toy.trainer_adapter import adapt_trainer, prepare_trainer, w
 from lightning_fsdp_toy.waits import NamedWaits
 
 __all__ = ["ToyFSDPStrategy"]
-
-logger = logging.getLogger(__name__)
 
 
 class ToyFSDPStrategy(

@@ -26,7 +26,6 @@ Note: start and wait
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +48,6 @@ __all__ = [
     "copy_unless_same_",
 ]
 
-logger = logging.getLogger(__name__)
 
 # torch 2.13 renamed these and warns on the old names.
 _all_gather_single: Callable[..., Any] = getattr(

@@ -25,7 +25,6 @@ from lightning_fsdp_toy.sharding.saved import SavedTensors
 from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
 
 if TYPE_CHECKING:
-    from lightning_fsdp_toy.sharding.collectives import Transport
     from lightning_fsdp_toy.sharding.faces import OriginalParameter
     from lightning_fsdp_toy.sharding.ledger import Ledger
     from lightning_fsdp_toy.sharding.mesh import RankMesh
@@ -117,11 +116,6 @@ class RootState:
             ]
             self.units.append(Unit(plan.module, plan.fqn or "<root>", flats, self))
         return unit_index
-
-    @property
-    def transport(self) -> Transport:
-        """What gathers and reduce-scatters go through."""
-        return self.mesh.shards
 
     @property
     def flats(self) -> Iterator[FlatParameter]:
