@@ -119,9 +119,10 @@ class OriginalParameter:
         """Accept in-place edits of the unsharded face up to now."""
         self._version = self.unsharded._version
 
-    def check_sharded(self, shard: Tensor) -> None:
+    def check_sharded(self, shard: Tensor, is_shown: bool = True) -> None:
         """Refuse to go on with a sharded face that is no longer part of the shard."""
-        if any(module._parameters.get(name) is not self.sharded for module, name in self.homes):
+        face = self.sharded if is_shown else self.unsharded
+        if any(module._parameters.get(name) is not face for module, name in self.homes):
             raise RuntimeError(
                 f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
                 f"(an assignment, or torch.func.functional_call). Replace it before, or edit "

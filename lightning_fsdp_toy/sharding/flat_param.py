@@ -158,7 +158,7 @@ class FlatParameter:
         """Begin to gather the compute buffer; the modules see sharded parameters as before."""
         assert self.state is ParamState.SHARDED, f"unshard of unsharded `{self.name}`"
         for original in self.originals:  # all, before anything has changed
-            original.check_sharded(self.shard)
+            original.check_sharded(self.shard, is_shown=not self.is_master_shown)
         self._versions = self._shard_versions()
         if self.compute.is_permanent:
             pass
@@ -179,7 +179,8 @@ class FlatParameter:
                 f"optimizer stepped inside a forward. Step between forwards."
             )
         self.state = ParamState.UNSHARDED
-        self.show_compute()
+        if not self.is_master_shown:  # else a forward call shows it, and it alone
+            self.show_compute()
 
     def reshard(self) -> None:
         """Free the compute buffer and show the modules sharded parameters."""
@@ -200,7 +201,13 @@ class FlatParameter:
         """Whether an ``unsharded`` block holds the weights in their own dtype."""
         return self.is_mixed and self._has_master
 
+    @property
+    def shows_master(self) -> bool:
+        """Whether modules see them now: a forward call inside the block sees the compute dtype."""
+        return self.is_master_shown and self._shows_master
+
     _has_master = False
+    _shows_master = False
 
     @torch.no_grad()
     def gather_master(self) -> None:
@@ -224,12 +231,14 @@ class FlatParameter:
 
     def show_master(self) -> None:
         """Let the modules see weights in their own dtype."""
+        self._shows_master = True
         for original in self.originals:
             original.unsharded.data = original.view_of(self.master.tensor)
             original.show_unsharded()
 
     def show_compute(self) -> None:
         """Let the modules see weights in the compute dtype."""
+        self._shows_master = False
         for original in self.originals:
             if self.is_mixed:
                 original.unsharded.data = original.view_of(self.compute.tensor)

@@ -67,12 +67,14 @@ class SavedTensors:
 
     def add(self, unit: Unit, flat: FlatParameter, buffer: GatheredBuffer) -> None:
         """A buffer has memory now."""
-        if not buffer.is_permanent:
+        # Of two precisions the master's views, too, where the shard is the whole: the face that
+        # forward saved shows the compute buffer later.
+        if flat.is_mixed or not buffer.is_permanent:
             self._by_ptr[buffer.ptr] = unit, flat, buffer
 
     def remove(self, buffer: GatheredBuffer) -> None:
         """A buffer is about to lose its memory."""
-        if buffer.has_memory and not buffer.is_permanent:
+        if buffer.has_memory:
             self._by_ptr.pop(buffer.ptr, None)
 
     def pack(self, tensor: Tensor) -> Any:

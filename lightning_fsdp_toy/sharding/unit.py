@@ -62,6 +62,8 @@ class Unit:
         self.is_recomputed = False  # forward ran again in the current backward, which needs it
         self.is_behind = False  # micro-batches under `no_sync` have not been reduced
         self.reader: int | None = None  # the autograd node that read a weight last
+        # For each forward call that has not ended: what showed weights in their own dtype.
+        self._masters: list[list[FlatParameter]] = []
         # For each call of an inner module that has not ended.
         self._inner_calls: list[tuple[nn.Module, bool]] = []
         self._handles = register_hooks(self)
@@ -108,20 +110,20 @@ class Unit:
         """Unshard before a forward call (or a call that stands in for it)."""
         self.root.enter_forward(self)
         self.num_active += 1
+        self._masters.append([flat for flat in self.flats if flat.shows_master])
         residency = self.root.residency
         try:
             residency.note_start(self)
             self.unshard()
-            if self.num_pins > 0:
-                for flat in self.flats:
-                    if flat.is_master_shown:  # forward computes in the compute dtype
-                        flat.refresh_compute()
-                        flat.show_compute()
+            for flat in self._masters[-1]:  # forward computes in the compute dtype
+                flat.refresh_compute()
+                flat.show_compute()
             for flat in self.flats:
                 flat.sync_requires_grad()
             residency.prefetch_forward(self)
         except BaseException:
             self.num_active -= 1
+            self._show_masters()
             residency.note_end(self)
             self.root.exit_forward()
             raise
@@ -138,12 +140,16 @@ class Unit:
             self._hook_outputs(output, *end)
         if self.num_active == 0 and not self.is_sharded and not self.root.keeps_unsharded(self):
             self.reshard()
+        self._show_masters()
         self.root.exit_forward()
         if self.num_pins == 0:
             for original in self.originals:
                 original.refuse_edits()
-        for flat in self.flats:
-            if flat.is_master_shown:
+
+    def _show_masters(self) -> None:
+        """Show what an ``unsharded`` block showed before a forward call inside it."""
+        for flat in self._masters.pop():
+            if flat.is_master_shown:  # the block may have ended with the call
                 flat.show_master()
 
     def _hook_outputs(self, output: Any, end: int, forward_pass: ForwardPass) -> None:
@@ -170,7 +176,7 @@ class Unit:
             eager(self._begin_inner, originals, module)
 
     def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
-        is_held = self.num_pins > 0 and any(flat.is_master_shown for flat in self.flats)
+        is_held = self.num_pins > 0 and any(flat.shows_master for flat in self.flats)
         stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:
             self.pre_forward()
@@ -275,6 +281,7 @@ class Unit:
         self.was_gathered = self.is_recomputed = False
         self.reader = None
         self._inner_calls.clear()
+        self._masters.clear()
         for flat in self.flats:
             flat.gradient.abandon()
         if not self.is_sharded and self.num_pins == 0:
