@@ -16,7 +16,11 @@ from lightning_fsdp_toy.sharding import (
     get_root,
     unsharded,
 )
-from lightning_fsdp_toy.sharding.state_dict import full_optimizer_state, load_optimizer_state
+from lightning_fsdp_toy.sharding.state_dict import (
+    full_optimizer_state,
+    load_model_state,
+    load_optimizer_state,
+)
 from tests.core_helpers import Block, Stack, assert_equal, full_gradients, full_parameters
 from tests.ranks import run_ranks
 
@@ -332,3 +336,24 @@ def _optimizer_state_round_trip(name):
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW", "Adagrad"])
 def test_optimizer_state_of_0_dim_parameters_survives(name):
     run_ranks(_optimizer_state_round_trip, 2, name)
+
+
+def _changed_in_block(change):
+    model = fully_shard(Stack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = full_parameters(model)
+    state = {name: value + 1 for name, value in before.items()}
+    with pytest.raises(RuntimeError, match=r"changed while an `unsharded` block held"):
+        with unsharded(model):
+            if change == "step":
+                model(_x()).sum().backward()
+                optimizer.step()
+            else:
+                load_model_state(get_root(model), state)
+    after = full_parameters(model)
+    assert not any(torch.equal(after[name], before[name]) for name in before if "norm" not in name)
+
+
+@pytest.mark.parametrize("change", ["step", "load"])
+def test_steps_and_loads_inside_unsharded_are_refused_not_undone(change):
+    run_ranks(_changed_in_block, 2, change)

@@ -250,6 +250,15 @@ class FlatParameter:
         if self._has_master and self.is_unsharded:
             self.compute.tensor.copy_(self.master.tensor)
 
+    def note_held(self) -> None:
+        """An ``unsharded`` block holds it: from now on the buffer has what the shard has."""
+        self._held_versions = self._shard_versions()
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the shard was changed (a step, a load) since a block holds the buffer."""
+        return not self.is_whole and self._held_versions != self._shard_versions()
+
     @property
     def own_part(self) -> Tensor:
         """This rank's part of the master buffer, 1D."""
@@ -270,6 +279,7 @@ class FlatParameter:
             self.shard.copy_(self.own_part)
             for original in self.originals:
                 torch.autograd.graph.increment_version(original.sharded)
+            self.note_held()
 
     @torch.no_grad()
     def take_in(self) -> None:

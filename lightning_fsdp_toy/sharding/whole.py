@@ -49,6 +49,8 @@ def _hold(root: RootState, unit: Unit, writeback: bool, kept: dict[FlatParameter
     """Pin a unit and show its weights in their own dtype; note values to be put back."""
     had_master = {flat: flat.master.has_memory for flat in unit.flats}
     unit.num_pins += 1
+    for flat in unit.flats if unit.num_pins == 1 else ():
+        flat.note_held()
     try:
         if any(not flat.is_mixed for flat in unit.flats):
             unit.unshard()
@@ -79,8 +81,13 @@ def _take_edits(
     kept: dict[FlatParameter, Tensor],
     writeback: bool,
 ) -> None:
-    """Keep the edits of a block that ends, or undo them."""
-    errors: list[ValueError] = []
+    """Keep the edits of a block that ends, or undo them.
+
+    Raises:
+        ValueError: a parameter was given data of another shape.
+        RuntimeError: shards were changed meanwhile; that change is kept, the block's are not.
+    """
+    errors: list[Exception] = []
     for flat in flats:
         try:
             flat.take_in()
@@ -91,9 +98,20 @@ def _take_edits(
             flat.master.tensor.copy_(values)
     # Agreed, because an edit that only some ranks noticed would make their versions differ.
     flags = [writeback and flat.is_edited for flat in flats]
+    flags += [flat.is_stepped for flat in flats]
     agreed = root.mesh.world.any_rank(flags, "<unsharded>")
-    for flat, is_edited in zip(flats, agreed, strict=True):
-        flat.write_back(is_edited)
+    stepped = agreed[len(flats) :]
+    if any(stepped):
+        name = flats[stepped.index(True)].name
+        errors.append(
+            RuntimeError(
+                f"Shards of `{name}` were changed while an `unsharded` block held the weights (an "
+                f"optimizer step, or a state dict was loaded). They keep the new values; edits of "
+                f"the block are lost. Step and load outside the block."
+            )
+        )
+    for flat, is_edited, is_stepped in zip(flats, agreed, stepped, strict=False):
+        flat.write_back(is_edited and not is_stepped)
         flat.refresh_compute()
         for outer in root.kept:  # an enclosing block puts back what is kept now
             if writeback and flat in outer:
