@@ -251,3 +251,42 @@ def test_a_norm_of_order_zero_is_refused():
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="`norm_type`: expected a number above 0 or inf, got 0"):
         grad_norm(get_root(model), model.parameters(), 0)
+
+
+def _held_gradients(is_partly):
+    torch.manual_seed(0)
+    model = fully_shard(Stack(), auto_wrap_policy=None)
+    x = torch.ones(2, 5)
+    model(x).sum().backward()
+    params = [p for name, p in model.named_parameters() if not is_partly or name == "inp.weight"]
+    held = [param.grad for param in params]
+    values = [grad.clone() for grad in held]
+    for param in params:
+        param.grad = None
+    model(2 * x).sum().backward()
+    assert all(torch.equal(grad, value) for grad, value in zip(held, values, strict=True))
+
+
+@pytest.mark.parametrize("is_partly", [False, True])
+def test_gradients_that_somebody_keeps_do_not_change(is_partly):  # as for gradient surgery
+    run_ranks(_held_gradients, 2, is_partly)
+
+
+def _frozen_after_no_sync():
+    torch.manual_seed(0)
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.ones(2, 5)
+    with no_sync(model):
+        model(x).sum().backward()
+    reference(x).sum().backward()
+    for each in (model, reference):
+        next(each.parameters()).requires_grad_(False)
+        each(x).sum().backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
+
+
+def test_freezing_keeps_gradients_of_earlier_micro_batches():
+    run_ranks(_frozen_after_no_sync, 2)

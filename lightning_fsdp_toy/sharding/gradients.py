@@ -70,6 +70,7 @@ class FlatGradient:
         self._is_open = False  # and gradients of a backward that has not ended
         self._reduced: Tensor | None = None  # the gradient shard, until it is published
         self._published: weakref.ref[Tensor] | None = None
+        self._given: list[bool] = []  # which gradients are views of the published gradient shard
 
     @torch.no_grad()
     def collect(self, original: OriginalParameter, scale: float) -> None:
@@ -183,8 +184,9 @@ class FlatGradient:
         if self.is_offloaded:
             torch.cuda.synchronize(self.device)  # the optimizer reads it on the CPU
         for original, is_used in zip(self.originals, used, strict=True):
-            if is_used and original.sharded.requires_grad:
+            if is_used or original.sharded.grad is not None:  # the latter may lie elsewhere now
                 original.sharded.grad = original.piece_of(out)
+        self._given = [original.sharded.grad is not None for original in self.originals]
 
     @property
     def is_pending(self) -> bool:
@@ -222,7 +224,7 @@ class FlatGradient:
             return self._reduced, True
         grads = [original.sharded.grad for original in self.originals]
         out = self._published() if self._published is not None else None
-        if out is None:
+        if out is None or self._is_dropped(out):
             out = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
             size = num_bytes(out)
             self.memory.add("gradients_bytes", size)
@@ -238,6 +240,18 @@ class FlatGradient:
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad)
         return out, True
+
+    def _is_dropped(self, out: Tensor) -> bool:
+        """Whether the user took a gradient away, who may still hold the view of ``out``."""
+        return any(
+            is_given
+            and original.piece.numel > 0
+            and (
+                original.sharded.grad is None
+                or original.sharded.grad.data_ptr() != original.piece_of(out).data_ptr()
+            )
+            for original, is_given in zip(self.originals, self._given, strict=False)
+        )
 
     def _zero_missing(self, buffer: Tensor) -> None:
         for start, stop in self.layout.gaps():
