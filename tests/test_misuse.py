@@ -357,3 +357,36 @@ def _changed_in_block(change):
 @pytest.mark.parametrize("change", ["step", "load"])
 def test_steps_and_loads_inside_unsharded_are_refused_not_undone(change):
     run_ranks(_changed_in_block, 2, change)
+
+
+class _Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x, depth=2):
+        x = torch.tanh(x @ self.weight)
+        if depth > 0:
+            x = self(x, depth - 1)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.weight
+
+
+def _recursion():
+    torch.manual_seed(0)
+    model = _Recursive()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.ones(2, 5)
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for name, grad in full_gradients(model).items():
+        assert torch.equal(grad, reference.get_parameter(name).grad), name
+
+
+def test_a_root_that_calls_itself_is_not_taken_for_an_interrupted_one():
+    run_ranks(_recursion, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,7 +154,8 @@ class RootState:
     def _is_abandoned(self, unit: Unit) -> bool:
         """Whether the forward that seems to run ended without a word (a KeyboardInterrupt)."""
         is_forward = torch._C._current_graph_task_id() == -1
-        return is_forward and unit is self.root_unit and unit.num_active > 0
+        is_begun = is_forward and unit is self.root_unit and unit.num_active > 0
+        return is_begun and not _is_recursive(self.module)
 
     @property
     def is_in_forward(self) -> bool:
@@ -285,3 +287,13 @@ class RootState:
         # A module compiled after sharding has a wrapper that nobody knows around it.
         units = (self._unit_of.get(id(sub)) for sub in module.modules())
         return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _is_recursive(module: nn.Module) -> bool:
+    """Whether a call of ``module`` that begins is made by another call of it."""
+    num_calls, frame = 0, inspect.currentframe()
+    while frame is not None and num_calls < 2:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            num_calls += 1
+        frame = frame.f_back
+    return num_calls == 2
