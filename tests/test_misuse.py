@@ -390,3 +390,30 @@ def _recursion():
 
 def test_a_root_that_calls_itself_is_not_taken_for_an_interrupted_one():
     run_ranks(_recursion, 2)
+
+
+class _Reassigns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.lin(x - self.mean)
+
+
+def _reassigned_buffers():
+    model = fully_shard(_Reassigns())
+    for _ in range(3):
+        model(torch.randn(2, 5) + dist.get_rank()).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(_x())
+    return model.mean
+
+
+def test_buffers_that_modules_replace_stay_equal_on_all_ranks():
+    first, second = run_ranks(_reassigned_buffers, 2)
+    assert torch.equal(first, second)

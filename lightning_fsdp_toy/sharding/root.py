@@ -88,8 +88,7 @@ class RootState:
         self.residency = Residency(self.units[0], options.num_prefetch, is_bounded, nesting)
         # By identity: the hash of a torchmetrics metric changes with its state.
         self._unit_of = {id(sub): self.units[index] for sub, index in unit_index.items()}
-        self._buffers: list[Tensor] = list(module.buffers())
-        broadcast_buffers(self._buffers, mesh.world)
+        broadcast_buffers(list(module.buffers()), mesh.world)
         self._buffers_drift = False
         self.forward_methods: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self.kept: list[dict[FlatParameter, Tensor]] = []  # `writeback=False` blocks put it back
@@ -196,7 +195,8 @@ class RootState:
         one and before saving, so that all ranks evaluate (and save) the same model.
         """
         if may_have_changed or self._buffers_drift:
-            broadcast_buffers(self._buffers, self.mesh.world)
+            # Looked up anew: modules may have put other tensors there (`self.mean = ...`).
+            broadcast_buffers(list(self.module.buffers()), self.mesh.world)
         self._buffers_drift = may_have_changed
 
     def exit_forward(self) -> None:
