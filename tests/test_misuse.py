@@ -417,3 +417,25 @@ def _reassigned_buffers():
 def test_buffers_that_modules_replace_stay_equal_on_all_ranks():
     first, second = run_ranks(_reassigned_buffers, 2)
     assert torch.equal(first, second)
+
+
+class _Replaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+        self.codes = nn.Embedding(4, 5)
+
+    def forward(self, x):
+        self.codes.weight = nn.Parameter(self.codes.weight.detach() * 2, requires_grad=False)
+        return self.lin(x) + self.codes.weight.sum(0)
+
+
+def _replaced_in_forward():
+    model = fully_shard(_Replaces())
+    with pytest.raises(RuntimeError, match=r"`codes.weight` was replaced .* inside forward"):
+        model(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_replaced_inside_forward_are_refused(world_size):
+    run_ranks(_replaced_in_forward, world_size)

@@ -425,3 +425,41 @@ def _in_place_change_of_an_activation():
 
 def test_in_place_changes_of_activations_are_still_noticed():
     run_ranks(_in_place_change_of_an_activation, 2)
+
+
+class _Position(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 8, 5))
+
+    def forward(self, x):
+        return self.weight[:, : x.shape[1]]
+
+
+class _WithPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.ModuleList([_Position(), _Position()])
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, x):
+        first, second = (position(x) for position in self.positions)
+        return self.lin(x * first + second)
+
+
+def _views_of_weights():
+    torch.manual_seed(0)
+    model = _WithPositions()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.randn(2, 4, 5)
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
+
+
+def test_units_may_return_views_of_their_weights():
+    run_ranks(_views_of_weights, 2)

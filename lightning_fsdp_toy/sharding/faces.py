@@ -106,6 +106,20 @@ class OriginalParameter:
         for module, name in self.homes:
             module._parameters[name] = self.sharded
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a module holds neither face."""
+        shown = (module._parameters.get(name) for module, name in self.homes)
+        return any(param is not self.sharded and param is not self.unsharded for param in shown)
+
+    def refuse_replacement(self) -> None:
+        """Raise because forward put another parameter in the place of this one."""
+        raise RuntimeError(
+            f"Parameter `{self.slot.fqn}` was replaced by another object inside forward, which "
+            f"would be lost. Edit it in place between steps inside `unsharded(module)`, or hold "
+            f"what forward computes in a buffer."
+        )
+
     def refuse_edits(self) -> None:
         """Raise if the unsharded face was edited where the edit would be lost."""
         if not self.is_whole and self.unsharded._version != self._version:

@@ -171,7 +171,7 @@ class RootState:
             try:
                 yield outputs
             finally:
-                unit.post_forward(unit.module, (), outputs)
+                outputs[:] = unit.post_forward(unit.module, (), outputs)
         finally:
             self.num_scopes -= 1
 

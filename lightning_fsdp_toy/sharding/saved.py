@@ -77,6 +77,10 @@ class SavedTensors:
         if buffer.has_memory:
             self._by_ptr.pop(buffer.ptr, None)
 
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a unit's buffer."""
+        return bool(self._by_ptr) and tensor.untyped_storage().data_ptr() in self._by_ptr
+
     def pack(self, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; keep any other tensor."""
         if tensor.layout is not torch.strided:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
@@ -129,10 +129,16 @@ class Unit:
             raise
         self.root.record_start(self)
 
-    def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Reshard after a forward call, unless backward wants the weights next."""
+    def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Reshard after a forward call, unless backward wants the weights next.
+
+        Returns:
+            The output, with copies where it has views of weights, which are about to go.
+        """
         if self.num_active == 0:  # another pre-hook raised before ours ran
-            return
+            return output
+        output = self._without_views(output)
+        replaced = [o for o in self.originals if self.num_pins == 0 and o.is_replaced]
         self.num_active -= 1
         self.root.residency.note_end(self)
         end = self.root.record_end(self)
@@ -145,6 +151,18 @@ class Unit:
         if self.num_pins == 0:
             for original in self.originals:
                 original.refuse_edits()
+        for original in replaced:
+            original.refuse_replacement()
+        return output
+
+    def _without_views(self, output: Any) -> Any:
+        if not any(self._is_view(leaf) for leaf in tree_leaves(output)):
+            return output
+        return tree_map(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
+
+    def _is_view(self, leaf: Any) -> bool:
+        is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        return is_plain and self.root.saved.is_view(leaf)
 
     def _show_masters(self) -> None:
         """Show what an ``unsharded`` block showed before a forward call inside it."""
@@ -185,15 +203,15 @@ class Unit:
                 original.sync_requires_grad()
         self._inner_calls.append((module, stands_in))
 
-    def post_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_inner(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A module that holds parameters of this unit has been called."""
         if self._inner_calls and self._inner_calls[-1][0] is module:
-            eager(self._end_inner, module, args, output)
+            return eager(self._end_inner, module, args, output)
+        return output
 
-    def _end_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_inner(self, module: nn.Module, args: Any, output: Any) -> Any:
         _, stands_in = self._inner_calls.pop()
-        if stands_in:
-            self.post_forward(module, args, output)
+        return self.post_forward(module, args, output) if stands_in else output
 
     # -- backward -------------------------------------------------------------------------------
 
