@@ -463,3 +463,34 @@ def _views_of_weights():
 
 def test_units_may_return_views_of_their_weights():
     run_ranks(_views_of_weights, 2)
+
+
+class _Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x):
+        hidden = x
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        (force,) = torch.autograd.grad(hidden.sum(), x, create_graph=True)
+        return hidden * self.scale, force * self.scale
+
+
+def _forces():
+    torch.manual_seed(0)
+    model = _Forces()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.randn(2, 5)
+    for each in (model, reference):
+        energy, force = each(x.clone().requires_grad_())
+        (energy.sum() + (force**2).sum()).backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
+
+
+def test_forward_goes_on_after_a_gradient_inside_it():
+    run_ranks(_forces, 2)

@@ -249,6 +249,19 @@ class Backward:
         for forward_pass in live if len(live) == 1 else self._touched:
             forward_pass.is_consumed = True
         self._clear()
+        if not any(flags):
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """Give weights back to forward calls that the backward was in.
+
+        A force is the gradient of an energy with respect to positions, and forward goes on. Not
+        where parameters got gradients: an optimizer step may follow, whose weights the next call
+        of a module must gather.
+        """
+        for unit in self.root.units:
+            if unit.num_active > 0 and torch._C._current_graph_task_id() == -1:
+                unit.unshard()
 
     def _warn_of_missing(self, flat: FlatParameter, used: list[bool]) -> None:
         pairs = zip(flat.originals, used, strict=True)
