@@ -9,9 +9,10 @@ Note: time and the order of post-backward
 
 Note: passes
     The starts of one forward belong to its ``ForwardPass``. The graph keeps its pass alive (through
-    the handles and output hooks), the root knows older ones only weakly: a forward that never sees
-    a backward is forgotten with its graph. Two forwards before one backward are two live passes,
-    and a unit's start is the earlier one, so that it is reduced once.
+    the handles and output hooks), the root knows it weakly: a forward that never sees a backward is
+    forgotten when its graph is gone on all ranks. Two forwards before one backward are two live
+    passes, and a unit's start is the earlier one, so that it is reduced once. A second backward
+    through a retained graph brings its pass back.
 
 Note: a backward inside a backward
     Re-entrant checkpointing runs a forward and a backward of its own inside a node of the outer
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["Backward", "ForwardPass"]
+
+
+_MAX_PASSES = 16  # known one by one; older ones count as one
 
 
 class ForwardPass:
@@ -57,6 +61,19 @@ class ForwardPass:
         self.awaited: set[Unit] = set()
         self.gaps: list[int] = []
         self.is_consumed = False
+
+
+class _KnownPass(NamedTuple):
+    """What the root knows of a pass, or of several old ones, whose graphs may be gone.
+
+    Graphs live as long as somebody holds them, which one rank may do and another not (for its log,
+    say). So passes are not forgotten with their graphs but when all ranks agree on it.
+    """
+
+    refs: list[weakref.ref[ForwardPass]]
+    starts: dict[Unit, int]
+    awaited: set[Unit]
+    gaps: list[int]
 
 
 class _EndOfBackward:
@@ -78,7 +95,7 @@ class Backward:
 
     def __init__(self, root: RootState) -> None:
         self.root = root
-        self.passes: list[weakref.ref[ForwardPass]] = []
+        self.passes: list[_KnownPass] = []  # not consumed; the same on all ranks
         self.is_running = False
         self._end_ref: weakref.ref[_EndOfBackward] | None = None
         self._tasks: list[int] = []  # autograd's numbers of the backwards inside each other
@@ -95,6 +112,18 @@ class Backward:
         self._used: dict[FlatParameter, list[bool]] = {}
         self._reducing: list[Work] = []
 
+    def note_pass(self, forward_pass: ForwardPass) -> None:
+        """A forward begins."""
+        ref, starts = weakref.ref(forward_pass), forward_pass.starts
+        known = _KnownPass([ref], starts, forward_pass.awaited, forward_pass.gaps)
+        self.passes.append(known)
+        if len(self.passes) > _MAX_PASSES:  # forwards without `no_grad`, and no backward
+            first, second = self.passes[:2]
+            refs = [ref for ref in first.refs + second.refs if ref() is not None]
+            starts = {**second.starts, **first.starts}  # the first was earlier
+            gaps = [*first.gaps, *second.gaps]
+            self.passes[:2] = [_KnownPass(refs, starts, first.awaited | second.awaited, gaps)]
+
     def reach(
         self, unit: Unit, tick: int, forward_pass: ForwardPass | None, is_output: bool = False
     ) -> None:
@@ -108,8 +137,10 @@ class Backward:
                 reached again when the unit is finished.
         """
         self._begin()
-        if forward_pass is not None:
+        if forward_pass is not None and forward_pass not in self._touched:
             self._touched.add(forward_pass)
+            if forward_pass.is_consumed:  # its graph was retained
+                self._add(forward_pass)
         while self._pending and self._pending[-1][0] > tick:
             self._finalize(self._pending.pop()[1])
         if is_output and unit in self._finished:
@@ -167,17 +198,31 @@ class Backward:
         self._tasks = [torch._C._current_graph_task_id()]
         self._awaited, self._starts, self._gaps = set(), {}, []
         self.root.note_backward()
-        starts = self._starts
-        for forward_pass in self._live_passes():
-            self._awaited |= forward_pass.awaited
-            self._gaps += forward_pass.gaps
-            for unit, start in forward_pass.starts.items():
-                starts[unit] = min(start, starts.get(unit, start))
-        self._pending = sorted(((s, u) for u, s in starts.items()), key=lambda pair: pair[0])
-        self._pending_units = set(starts)
+        self._forget_dead_passes()
+        for known in self.passes:
+            self._add(known)
         end = _EndOfBackward(self)
         self._end_ref = weakref.ref(end)  # the engine holds it as long as this backward runs
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _forget_dead_passes(self) -> None:
+        """Drop passes whose graph no rank has any more: all ranks the same ones."""
+        alive = [any(ref() is not None for ref in known.refs) for known in self.passes]
+        if len(alive) > 1:
+            alive = self.root.mesh.world.any_rank(alive, "<root>")
+            pairs = zip(self.passes, alive, strict=True)
+            self.passes = [known for known, is_alive in pairs if is_alive]
+
+    def _add(self, calls: ForwardPass | _KnownPass) -> None:
+        """Expect the units of a pass."""
+        self._awaited |= calls.awaited
+        self._gaps += calls.gaps
+        pending = {unit: start for start, unit in self._pending}
+        for unit, start in calls.starts.items():
+            if unit not in self._finished:
+                pending[unit] = self._starts[unit] = min(start, self._starts.get(unit, start))
+        self._pending = sorted(((s, u) for u, s in pending.items()), key=lambda pair: pair[0])
+        self._pending_units = set(pending)
 
     def _notice_nested(self) -> None:
         """Ask for a call at the end of a backward inside this one."""
@@ -237,20 +282,29 @@ class Backward:
                     self._reduce(unit)
         self._wait_for_reductions()
         flags = [flag for used in self._used.values() for flag in used]
-        agreed = iter(self.root.mesh.world.any_rank(flags, "<root>"))
+        several = self.passes if len(self.passes) > 1 else []
+        touched = [any(ref() in self._touched for ref in known.refs) for known in several]
+        agreed = self.root.mesh.world.any_rank([*flags, *touched], "<root>")
+        self._consume(agreed[len(flags) :] or [True] * len(self.passes))
+        has_gradients, each = any(agreed[: len(flags)]), iter(agreed)
         for flat, used in self._used.items():
-            flags = [next(agreed) for _ in used]
+            flags = [next(each) for _ in used]
             flat.gradient.publish(flags)
             if self.root.is_debug:
                 self._warn_of_missing(flat, flags)
         if self.root.is_debug and self.root.is_syncing:
             self._warn_of_idle()
-        live = self._live_passes()
-        for forward_pass in live if len(live) == 1 else self._touched:
-            forward_pass.is_consumed = True
         self._clear()
-        if not any(flags):
+        if not has_gradients:
             self._reopen()
+
+    def _consume(self, touched: list[bool]) -> None:
+        for known, is_touched in zip(self.passes, touched, strict=True):
+            for forward_pass in (ref() for ref in known.refs if is_touched):
+                if forward_pass is not None:
+                    forward_pass.is_consumed = True
+        pairs = zip(self.passes, touched, strict=True)
+        self.passes = [known for known, is_touched in pairs if not is_touched]
 
     def _reopen(self) -> None:
         """Give weights back to forward calls that the backward was in.
@@ -260,7 +314,7 @@ class Backward:
         of a module must gather.
         """
         for unit in self.root.units:
-            if unit.num_active > 0 and torch._C._current_graph_task_id() == -1:
+            if unit.num_active > 0:
                 unit.unshard()
 
     def _warn_of_missing(self, flat: FlatParameter, used: list[bool]) -> None:
@@ -300,7 +354,3 @@ class Backward:
         self._pending, self._pending_units = [], set()
         self._finished, self._touched = set(), set()
         self._used = {}
-
-    def _live_passes(self) -> list[ForwardPass]:
-        passes = (ref() for ref in self.passes)
-        return [p for p in passes if p is not None and not p.is_consumed]

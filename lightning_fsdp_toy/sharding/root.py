@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -240,8 +239,7 @@ class RootState:
         self.tick += 1
         if self.current_pass is None or self.current_pass.is_consumed:
             self.current_pass = ForwardPass()
-            passes = [ref for ref in self.backward.passes if ref() is not None]
-            self.backward.passes = [*passes, weakref.ref(self.current_pass)]
+            self.backward.note_pass(self.current_pass)
         self.current_pass.starts.setdefault(unit, self.tick)
 
     def record_end(self, unit: Unit) -> tuple[int, ForwardPass] | None:
