@@ -439,3 +439,14 @@ def _replaced_in_forward():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_replaced_inside_forward_are_refused(world_size):
     run_ranks(_replaced_in_forward, world_size)
+
+
+def _inner_first():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    fully_shard(model[0])
+    with pytest.raises(RuntimeError, match=r"`0` is sharded already.*auto_wrap_policy"):
+        fully_shard(model)
+
+
+def test_a_model_around_a_sharded_module_is_refused():
+    run_ranks(_inner_first, 2)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fsdp_toy.sharding.debug import unit_table
+from lightning_fsdp_toy.sharding.hooks import cast_floating
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.mesh import make_mesh
 from lightning_fsdp_toy.sharding.names import unwrapped
@@ -100,7 +101,7 @@ def fully_shard(
 
     Raises:
         ValueError: unknown option, a parameter that cannot be sharded, ranks that differ.
-        RuntimeError: ``module`` is sharded already.
+        RuntimeError: ``module`` or a module of it is sharded already.
     """
     options = ShardingOptions(
         auto_wrap_policy=auto_wrap_policy,
@@ -125,6 +126,12 @@ def shard_with_options(
     whole = unwrapped(module)
     if "_fsdp_root" in whole.__dict__:
         raise RuntimeError("This module is sharded already; shard a model once.")
+    inner = [name for name, sub in whole.named_modules() if "_fsdp_root" in sub.__dict__]
+    if inner:
+        raise RuntimeError(
+            f"`{inner[0]}` is sharded already, and its parameters are pieces. Shard the whole "
+            f"model once; `auto_wrap_policy` says which modules become units."
+        )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     if device is None:
@@ -197,7 +204,7 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
     """Make ``module.<name>()`` unshard weights as ``module.forward()`` does.
 
     Needed only for methods that use parameters directly (``self.weight``); calls of submodules
-    inside any method are noticed on their own.
+    inside any method are noticed on their own. Arguments are cast as those of forward are.
 
     Args:
         root: the module given to ``fully_shard``.
@@ -220,6 +227,9 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
 
     @functools.wraps(method)
     def with_whole_weights(*args: Any, **kwargs: Any) -> Any:
+        policy = state.precision
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         with state.forward_scope(unit) as outputs:
             outputs.append(method(*args, **kwargs))
         return outputs[0]
