@@ -1,6 +1,7 @@
 """Weights come back for backward whatever forward returns (cases C35 to C41)."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp_toy.sharding import (
+    MixedPrecisionPolicy,
     fully_shard,
     get_root,
     register_forward_method,
@@ -536,3 +538,44 @@ def _retained_by_rank():
 
 def test_a_second_backward_of_ranks_that_use_different_parameters():
     run_ranks(_retained_by_rank, 2)
+
+
+class _Penalised(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inp = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.whole = nullcontext
+
+    def _part(self, x):
+        x = torch.tanh(self.blocks[0](x))
+        with self.whole():
+            penalty = (self.blocks[2].weight ** 2).sum()
+        return torch.tanh(self.blocks[1](x)) * penalty
+
+    def forward(self, x):
+        x = checkpoint(self._part, self.inp(x), use_reentrant=self.use_reentrant)
+        return self.blocks[3](torch.tanh(self.blocks[2](x)))
+
+
+def _unsharded_in_recomputation(use_reentrant, precision):
+    torch.manual_seed(0)
+    model = _Penalised(use_reentrant)
+    reference = copy.deepcopy(model)
+    fully_shard(model, mixed_precision=precision)
+    model.whole = lambda: unsharded(model)
+    for each in (model, reference):
+        each(torch.ones(2, 5)).float().pow(2).sum().backward()
+    tolerance = {} if precision is None else {"rtol": 0.1, "atol": 0.5}
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad, **tolerance)
+    root = get_root(model)
+    assert all(unit.is_sharded for unit in root.units)
+    assert root.memory.unsharded_bytes == 0
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(param_dtype="bfloat16")])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_weights_read_in_a_recomputation_stay_until_its_backward(use_reentrant, precision):
+    run_ranks(_unsharded_in_recomputation, 2, use_reentrant, precision)

@@ -153,13 +153,16 @@ class Backward:
         self._begin()
         self._expect(unit)
 
-    def note_recomputed(self, unit: Unit) -> None:
-        """A forward inside this backward calls ``unit``."""
+    def note_recomputed(self, unit: Unit, is_called: bool = True) -> None:
+        """A forward inside this backward calls ``unit``, or reads its weights in another way."""
         self._begin()
         unit.is_recomputed = True
         noted = self._recomputed.setdefault(self._tasks[-1], [])
         if unit not in self._pending_units and unit not in noted:
             noted.append(unit)
+        if not is_called:  # earlier than its first call, if it has one: finished last
+            self._pending = [(0, unit), *(pair for pair in self._pending if pair[1] is not unit)]
+            self._pending_units.add(unit)
 
     def _gather(self, unit: Unit, now: int) -> None:
         """Unshard ``unit`` and start to gather those that backward comes to next, after ``now``."""

@@ -219,10 +219,11 @@ class FlatParameter:
             self._has_master = True
         self.show_master()
 
-    def release_master(self) -> None:
-        """Free the weights in their own dtype."""
+    def release_master(self, keeps_memory: bool = False) -> None:
+        """Free the weights in their own dtype, or leave that to the unit's reshard."""
         self._has_master = False
-        self.master.release()
+        if not keeps_memory:
+            self.master.release()
         if self.is_unsharded:
             self.show_compute()
         else:

@@ -66,11 +66,15 @@ def _hold(root: RootState, unit: Unit, writeback: bool, kept: dict[FlatParameter
 
 
 def _let_go(root: RootState, unit: Unit) -> None:
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        # Recomputation saves views as they are, without handles: they stay until post-backward.
+        unit.unshard()
+        root.backward.note_recomputed(unit, is_called=False)
     for flat in unit.flats:
         if flat.is_master_shown:
             root.saved.remove(flat.master)
-            flat.release_master()
-    if unit.num_active == 0 and not unit.is_sharded:
+            flat.release_master(keeps_memory=unit.is_recomputed)
+    if unit.num_active == 0 and not unit.is_sharded and not unit.is_recomputed:
         unit.reshard()
 
 
