@@ -21,7 +21,15 @@ from lightning_fsdp_toy.sharding.state_dict import (
     load_model_state,
     load_optimizer_state,
 )
-from tests.core_helpers import Block, Stack, assert_equal, full_gradients, full_parameters
+from tests.core_helpers import (
+    Block,
+    Stack,
+    assert_equal,
+    full_gradients,
+    full_parameters,
+    make_batches,
+    mse_loss,
+)
 from tests.ranks import run_ranks
 
 
@@ -450,3 +458,50 @@ def _inner_first():
 
 def test_a_model_around_a_sharded_module_is_refused():
     run_ranks(_inner_first, 2)
+
+
+CLEARED = {  # between forward and backward, in ways that never ask the optimizer
+    "module": lambda model: model.zero_grad(),
+    "in place": lambda model: model.zero_grad(set_to_none=False),
+    "submodules": lambda model: [sub.zero_grad() for sub in model.children()],
+    "compiled": lambda model: torch.compile(model, backend="eager").zero_grad(),
+    "loop": lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+}
+
+
+def _train_with(model, clear, is_late):
+    """Three steps; the optimizer may be built when a forward has already run."""
+    batches = make_batches(3)
+    if is_late:
+        mse_loss(model, batches[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in batches:
+        loss = mse_loss(model, batch)
+        clear(model)
+        assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+        loss.backward()
+        optimizer.step()
+
+
+def _clear_between(how, is_late, options):
+    model = Stack()
+    reference = copy.deepcopy(model)
+    _train_with(reference, CLEARED[how], is_late)
+    _train_with(fully_shard(model, **options), CLEARED[how], is_late)
+    assert_equal(full_parameters(model), dict(reference.named_parameters()))
+
+
+@pytest.mark.parametrize("how", CLEARED)
+def test_gradients_cleared_between_forward_and_backward_are_gone(how):
+    run_ranks(_clear_between, 2, how, False, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"auto_wrap_policy": None}]
+    + [{"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "NO_SHARD")]
+    + [{"num_prefetch": 0}],
+    ids=str,
+)
+def test_an_optimizer_built_after_a_forward_trains_every_parameter(options):
+    run_ranks(_clear_between, 2, "module", True, options)

@@ -288,6 +288,53 @@ def test_a_weight_used_directly_in_a_hook_is_named_with_the_remedy(tmp_path, hoo
         assert message.count("strategy.unsharded") == 1
 
 
+# -- gradients between steps -----------------------------------------------------------------------
+
+
+class OpenWindow(Shared):
+    """Manual optimization whose window of two batches is open when an epoch of three ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Stack()
+        self.num_left: list[int] = []  # gradients that validation finds
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        for x, y in self.parts(batch):
+            self.manual_backward(F.mse_loss(self.net(x), y) / len(self.parts(batch)))
+        if index % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_validation_start(self) -> None:  # Lightning has called `self.zero_grad()`
+        held = [param for group in self.optimizers().param_groups for param in group["params"]]
+        self.num_left.append(sum(param.grad is not None for param in held))
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        self.mean_loss(batch, self.net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _fit_with_open_windows(policy: Any, directory: Path) -> tuple[dict[str, Tensor], list[int]]:
+    torch.manual_seed(0)
+    module = OpenWindow()
+    strategy = ToyFSDPStrategy(auto_wrap_policy=policy)
+    trainer = make_trainer(strategy, directory, use_distributed_sampler=False, max_epochs=2)
+    trainer.fit(module, global_batches(3), global_batches(1))
+    return whole(module), module.num_left
+
+
+@pytest.mark.parametrize("policy", ["auto", None])
+def test_validation_clears_every_gradient_of_a_manual_window(tmp_path, policy):
+    expected, _ = run_ranks(_fit_with_open_windows, 1, "auto", tmp_path)[0]
+    for weights, num_left in run_ranks(_fit_with_open_windows, 2, policy, tmp_path):
+        assert set(num_left) == {0}
+        assert_equal(weights, expected)
+
+
 # -- optimizers that look at whole tensors (C47) -------------------------------------------------
 
 

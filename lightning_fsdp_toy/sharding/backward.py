@@ -198,6 +198,7 @@ class Backward:
             self.abandon()  # the last backward raised, its end will not come
         self.is_running = True
         self.root.residency.boundary()
+        self.root.show_gathered()
         self._tasks = [torch._C._current_graph_task_id()]
         self._awaited, self._starts, self._gaps = set(), {}, []
         self.root.note_backward()

@@ -1,5 +1,16 @@
 """The two faces of an original parameter: what the optimizer and what forward sees.
 
+Note: which face is shown
+    Modules show the unsharded face only inside a forward call, a backward or an ``unsharded``
+    block. Weights that stay gathered from forward to backward are hidden in between, so that
+    whoever lists ``module.parameters()`` there (``module.zero_grad()``, a new optimizer, a loop
+    over ``.grad``) gets what the optimizer updates::
+
+        loss = model(x)      # unsharded face
+        model.zero_grad()    #           sharded face: their gradients are the accumulated ones
+        loss.backward()      # unsharded face
+        optimizer.step()     #           sharded face
+
 Note: misuse is refused
     Sharding replaces parameters behind the user's back, so everything that would then go wrong
     without a word is noticed and refused by name: gradients that flow into a face that nobody

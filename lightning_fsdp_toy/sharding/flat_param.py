@@ -94,6 +94,7 @@ class FlatParameter:
             (precision.param_dtype or self.dtype) if self.is_floating else (self.dtype)
         )
         self.state = ParamState.UNSHARDED
+        self.is_hidden = False  # unsharded, but the modules show sharded parameters
         self._offsets = [slot.offset for slot in self.layout.slots]
         self.originals = [
             OriginalParameter(slot, self.layout.piece(slot, self.shard_rank), homes)
@@ -190,6 +191,14 @@ class FlatParameter:
                 original.show_sharded()
         self.compute.release()
         self.state = ParamState.SHARDED
+        self.is_hidden = False
+
+    def hide(self) -> None:
+        """Show the modules sharded parameters, though the weights stay for backward."""
+        assert self.state is ParamState.UNSHARDED, f"hide of sharded `{self.name}`"
+        for original in self.originals:
+            original.show_sharded()
+        self.is_hidden = True
 
     def _shard_versions(self) -> list[int]:
         return [original.sharded._version for original in self.originals if original.piece.numel]
@@ -240,6 +249,7 @@ class FlatParameter:
     def show_compute(self) -> None:
         """Let the modules see weights in the compute dtype."""
         self._shows_master = False
+        self.is_hidden = False
         for original in self.originals:
             if self.is_mixed:
                 original.unsharded.data = original.view_of(self.compute.tensor)

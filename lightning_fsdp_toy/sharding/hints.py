@@ -26,7 +26,7 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
         return
     if "unsharded(module)" in str(error):  # explained already
         return
-    sharded = [unit.fqn for unit in root.units if not unit.is_unsharded]
+    sharded = [unit.fqn for unit in root.units if not unit.is_shown]
     if not sharded:
         return
     names = ", ".join(f"`{fqn}`" for fqn in sharded[:4])
@@ -39,7 +39,7 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
         method, module = traceback.tb_frame.f_code.co_name, traceback.tb_frame.f_locals.get("self")
         unit = root.unit_of(module) if isinstance(module, nn.Module) else None
         is_method = method != "forward" and not method.endswith("_step")
-        if unit is not None and is_method and not unit.is_unsharded:
+        if unit is not None and is_method and not unit.is_shown:
             text = (
                 f"`{type(module).__name__}.{method}` uses weights of unit `{unit.fqn}`, which "
                 f"are sharded outside forward. Call `strategy.register_forward_method(module, "

@@ -205,6 +205,13 @@ class RootState:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
             self.residency.end_forward()
+            for unit in self.units:  # see the note on which face is shown
+                unit.hide()
+
+    def show_gathered(self) -> None:
+        """Let the modules show whole weights where they are gathered: a backward begins."""
+        for unit in self.units:
+            unit.show()
 
     def settle(self) -> None:
         """Return to rest: what an aborted step or a forward without backward left is freed.

@@ -84,6 +84,11 @@ class Unit:
         return all(flat.state is ParamState.UNSHARDED for flat in self.flats)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the modules show its whole weights now."""
+        return self.is_unsharded and not any(flat.is_hidden for flat in self.flats)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether it holds nothing but its shards."""
         return all(flat.state is ParamState.SHARDED for flat in self.flats)
@@ -269,6 +274,7 @@ class Unit:
         """Gather the weights and let saved tensors find this unit; nothing if they are there."""
         if self.is_unsharded:
             self.root.residency.touch(self)
+            self.show()
             return
         if any(flat.state is ParamState.SHARDED for flat in self.flats):
             self.start_unshard()
@@ -289,6 +295,18 @@ class Unit:
                     self.root.saved.remove(flat.master)
                     flat.master.release()
             self.root.residency.remove(self)
+
+    def hide(self) -> None:
+        """Let the modules show pieces while its weights wait for backward."""
+        for flat in self.flats:
+            if self.num_pins == 0 and flat.is_unsharded and not flat.is_hidden:
+                flat.hide()
+
+    def show(self) -> None:
+        """Undo ``hide``."""
+        for flat in self.flats:
+            if flat.is_hidden:
+                flat.show_compute()
 
     def reset(self) -> None:
         """Return to rest after an error, whatever was going on."""
