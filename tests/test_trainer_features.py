@@ -294,15 +294,20 @@ def test_a_weight_used_directly_in_a_hook_is_named_with_the_remedy(tmp_path, hoo
 class OpenWindow(Shared):
     """Manual optimization whose window of two batches is open when an epoch of three ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, cleared_at: int | None) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.net = Stack()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.cleared_at = cleared_at
         self.num_left: list[int] = []  # gradients that validation finds
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         for x, y in self.parts(batch):
-            self.manual_backward(F.mse_loss(self.net(x), y) / len(self.parts(batch)))
+            loss = F.mse_loss(self.net(x) * self.scale, y) / len(self.parts(batch))
+            self.manual_backward(loss)
+        if index == self.cleared_at:
+            self.zero_grad()
         if index % 2:
             self.optimizers().step()
             self.optimizers().zero_grad()
@@ -318,19 +323,22 @@ class OpenWindow(Shared):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def _fit_with_open_windows(policy: Any, directory: Path) -> tuple[dict[str, Tensor], list[int]]:
+def _fit_with_open_windows(
+    strategy: Any, cleared_at: int | None, directory: Path
+) -> tuple[dict[str, Tensor], list[int]]:
     torch.manual_seed(0)
-    module = OpenWindow()
-    strategy = ToyFSDPStrategy(auto_wrap_policy=policy)
+    module = OpenWindow(cleared_at)
     trainer = make_trainer(strategy, directory, use_distributed_sampler=False, max_epochs=2)
     trainer.fit(module, global_batches(3), global_batches(1))
     return whole(module), module.num_left
 
 
+@pytest.mark.parametrize("cleared_at", [None, 0])  # by validation; and by `training_step`
 @pytest.mark.parametrize("policy", ["auto", None])
-def test_validation_clears_every_gradient_of_a_manual_window(tmp_path, policy):
-    expected, _ = run_ranks(_fit_with_open_windows, 1, "auto", tmp_path)[0]
-    for weights, num_left in run_ranks(_fit_with_open_windows, 2, policy, tmp_path):
+def test_clearing_reaches_every_gradient_of_a_manual_window(tmp_path, policy, cleared_at):
+    expected, _ = run_ranks(_fit_with_open_windows, 1, "auto", cleared_at, tmp_path)[0]
+    strategy = ToyFSDPStrategy(auto_wrap_policy=policy)
+    for weights, num_left in run_ranks(_fit_with_open_windows, 2, strategy, cleared_at, tmp_path):
         assert set(num_left) == {0}
         assert_equal(weights, expected)
 

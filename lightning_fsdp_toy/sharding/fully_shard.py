@@ -31,7 +31,7 @@ from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOpt
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import full_model_state
-from lightning_fsdp_toy.sharding.whole import hold_unsharded
+from lightning_fsdp_toy.sharding.whole import hold_unsharded, show_faces
 
 __all__ = [
     "SHARDING_STRATEGIES",
@@ -155,9 +155,27 @@ def shard_with_options(
         ledger,
     )
     root = RootState(whole, mesh, ledger, device, options)
+    for sub in whole.modules():
+        _clear_pieces(root, sub)
     if options.debug and mesh.world.rank == 0:
         logger.warning("debug mode: the units are\n%s", unit_table(root))
     return module
+
+
+def _clear_pieces(root: RootState, module: nn.Module) -> None:
+    """Let ``module.zero_grad()`` clear the gradients of pieces inside an open forward too.
+
+    Manual optimization of Lightning runs backward inside ``training_step``, which is one.
+    """
+    method = module.zero_grad
+
+    @functools.wraps(method)
+    def with_pieces(*args: Any, **kwargs: Any) -> None:
+        with show_faces(root, lambda original: original.sharded):
+            method(*args, **kwargs)
+
+    root.replaced_methods[id(module), "zero_grad"] = (module, module.__dict__.get("zero_grad"))
+    module.__dict__["zero_grad"] = with_pieces
 
 
 def get_root(module: nn.Module) -> RootState:
@@ -216,7 +234,7 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
         ValueError: ``module`` is not part of the model.
     """
     state = get_root(root)
-    if (id(module), name) in state.forward_methods:
+    if (id(module), name) in state.replaced_methods:
         return
     unit = state.unit_of(module)
     if unit is None:
@@ -234,7 +252,7 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
             outputs.append(method(*args, **kwargs))
         return outputs[0]
 
-    state.forward_methods[id(module), name] = (module, module.__dict__.get(name))
+    state.replaced_methods[id(module), name] = (module, module.__dict__.get(name))
     module.__dict__[name] = with_whole_weights
 
 

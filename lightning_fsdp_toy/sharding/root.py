@@ -89,7 +89,7 @@ class RootState:
         self._unit_of = {id(sub): self.units[index] for sub, index in unit_index.items()}
         broadcast_buffers(list(module.buffers()), mesh.world)
         self._buffers_drift = False
-        self.forward_methods: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self.replaced_methods: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self.kept: list[dict[FlatParameter, Tensor]] = []  # `writeback=False` blocks put it back
         self.has_warned = False  # about a state dict of pieces
         module.__dict__["_fsdp_root"] = self

@@ -163,7 +163,7 @@ def restore(root: RootState) -> None:
         buffer = module._buffers[name]
         if buffer is not None:
             module._buffers[name] = buffer.to(dtype)
-    for (_, name), (module, before) in root.forward_methods.items():
+    for (_, name), (module, before) in root.replaced_methods.items():
         del module.__dict__[name]
         if before is not None:
             module.__dict__[name] = before
