@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
@@ -58,6 +59,7 @@ class RankEnvironment(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        reset_seed()  # as Lightning's own: what `configure_model` draws is what it draws there
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._process_group_backend = process_group.connect(

@@ -73,6 +73,26 @@ def test_losses_and_weights_equal_ddps(tmp_path):
         assert_equal(mine[2], theirs[2])
 
 
+class Drawing(LitStack):
+    """Draws a layer in `configure_model` and masks in every step."""
+
+    def configure_model(self):
+        self.net = nn.Sequential(nn.Dropout(), nn.Linear(5, 3))
+
+
+def _train_drawing(strategy, directory):
+    L.seed_everything(7, verbose=False)
+    module = Drawing(nn.Identity())
+    torch.rand(dist.get_rank() + 1)  # what a rank has drawn before does not matter
+    make_trainer(strategy, directory).fit(module, regression_data())
+    return module.losses
+
+
+def test_random_numbers_after_seed_everything_are_ddps(tmp_path):
+    ours = run_ranks(_train_drawing, 2, "toy_fsdp", tmp_path)
+    assert ours == run_ranks(_train_drawing, 2, "ddp", tmp_path)
+
+
 def test_accumulation_matches_ddp_within_rounding(tmp_path):
     # DDP adds a rank's micro-batches before those of other ranks; here they add in global order.
     options = {"accumulate_grad_batches": 2}

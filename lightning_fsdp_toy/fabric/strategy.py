@@ -16,6 +16,7 @@ from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -185,6 +186,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        reset_seed()  # as Lightning's own: what `configure_model` draws is what it draws there
         self._set_world_ranks()
         assert self.cluster_environment is not None
         self._process_group_backend = process_group.connect(
