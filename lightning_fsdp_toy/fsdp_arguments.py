@@ -8,6 +8,9 @@ the reason where not.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,11 +20,14 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 
 __all__ = [
+    "check_timeout",
     "checkpointing_policy",
     "device_mesh_shape",
     "is_offloading",
+    "optimizer_classes",
     "precision_policy",
     "refuse_fsdp_arguments",
+    "refuse_unknown_arguments",
     "strategy_name",
 ]
 
@@ -41,6 +47,13 @@ _FSDP_ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
+# What every Lightning strategy takes.
+_BASE_ARGUMENTS = (
+    *("accelerator", "parallel_devices", "cluster_environment"),
+    *("checkpoint_io", "precision_plugin"),
+)
+
+
 def refuse_fsdp_arguments(given: dict[str, Any]) -> None:
     """Take what says nothing new out of ``given``, in place.
 
@@ -50,6 +63,48 @@ def refuse_fsdp_arguments(given: dict[str, Any]) -> None:
     for name, (always, instead) in _FSDP_ARGUMENTS.items():
         if name in given and (value := given.pop(name)) not in (always, None):
             raise ValueError(f"`{name}={value!r}` is not supported by ToyFSDPStrategy: {instead}.")
+
+
+def refuse_unknown_arguments(given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names that neither the strategy nor Lightning's base class knows.
+
+    Raises:
+        TypeError: names the argument and what comes near.
+    """
+    names = [*_BASE_ARGUMENTS, *known]
+    for name in given:
+        if name not in _BASE_ARGUMENTS:
+            near = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(names)}."
+            raise TypeError(f"`{name}` is no argument of ToyFSDPStrategy: {remedy}")
+
+
+def optimizer_classes(value: Any) -> tuple[type[torch.optim.Optimizer], ...]:
+    """Return ``allow_optimizers`` as a tuple.
+
+    Raises:
+        TypeError: it holds something else than optimizer classes.
+    """
+    classes = tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+    for each in classes:
+        if not (isinstance(each, type) and issubclass(each, torch.optim.Optimizer)):
+            raise TypeError(
+                f"`allow_optimizers`: expected optimizer classes such as (torch.optim.Adafactor,), "
+                f"got {each!r}."
+            )
+    return classes
+
+
+def check_timeout(value: Any) -> None:
+    """Refuse a ``timeout`` that the process group would only refuse in the ranks.
+
+    Raises:
+        ValueError: it is no time above 0.
+    """
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ValueError(
+            f"`timeout`: expected a timedelta above 0 such as timedelta(minutes=30), got {value!r}."
+        )
 
 
 def strategy_name(value: Any) -> Any:
@@ -71,9 +126,18 @@ def is_offloading(value: Any) -> bool:
 
 
 def precision_policy(value: Any) -> Any:
-    """Return the policy that torch's ``MixedPrecision`` stands for; anything else as it is."""
+    """Return the policy that torch's ``MixedPrecision`` stands for; anything else as it is.
+
+    Raises:
+        ValueError: it asks for something that does not exist here.
+    """
     if not isinstance(value, MixedPrecision):
         return value
+    if value.keep_low_precision_grads:
+        raise ValueError(
+            "`mixed_precision.keep_low_precision_grads=True` is not supported by ToyFSDPStrategy: "
+            "gradients have the dtype of the shards. Leave it out, or use precision='bf16-true'."
+        )
     return MixedPrecisionPolicy(
         param_dtype=value.param_dtype,
         # FSDP reduces in the parameters' dtype unless told otherwise.

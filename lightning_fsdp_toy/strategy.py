@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -31,11 +32,14 @@ from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.compiled import CompiledModules
 from lightning_fsdp_toy.environment import RankEnvironment
 from lightning_fsdp_toy.fsdp_arguments import (
+    check_timeout,
     checkpointing_policy,
     device_mesh_shape,
     is_offloading,
+    optimizer_classes,
     precision_policy,
     refuse_fsdp_arguments,
+    refuse_unknown_arguments,
     strategy_name,
 )
 from lightning_fsdp_toy.precision import to_toy_precision
@@ -134,6 +138,8 @@ class ToyFSDPStrategy(
             activation_checkpointing_policy, kwargs
         )
         refuse_fsdp_arguments(kwargs)
+        refuse_unknown_arguments(kwargs, signature(ToyFSDPStrategy).parameters)
+        check_timeout(timeout)
         super().__init__(**kwargs)
         sharding_strategy = strategy_name(sharding_strategy)
         check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
@@ -153,7 +159,7 @@ class ToyFSDPStrategy(
         self.gradient_sync = gradient_sync
         self.transport = transport
         self.debug = debug
-        self.allow_optimizers = tuple(allow_optimizers)
+        self.allow_optimizers = optimizer_classes(allow_optimizers)
         self.num_nodes = 1
         sharding_options(self, self.mixed_precision, self.device_mesh)  # refused before ranks start
         self._timeout = timeout

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -37,8 +38,19 @@ class _Counted:
 
 
 def prepare_trainer(trainer: Trainer) -> None:
-    """Make callbacks ready for a module that will be sharded; called before their ``setup``."""
+    """Make callbacks ready for a module that will be sharded; called before their ``setup``.
+
+    Raises:
+        ValueError: a callback or logger needs the whole module.
+    """
     adapt_averaging(trainer)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            raise ValueError(
+                f"`TensorBoardLogger(log_graph=True)` traces the module on rank 0 alone, where "
+                f"`{type(trainer.strategy).__name__}` holds a part of it. Leave `log_graph` out, "
+                f"or log the graph once in a run with devices=1 and another strategy."
+            )
 
 
 def adapt_trainer(trainer: Trainer, root: RootState) -> None:

@@ -68,6 +68,34 @@ def test_torchs_own_objects_are_taken():
         ToyFSDPStrategy(cpu_offload="yes")
 
 
+def test_what_torchs_mixed_precision_asks_for_beyond_dtypes_is_not_dropped():
+    policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    with pytest.raises(ValueError, match=r"`mixed_precision.keep_low_precision_grads=.*Leave it"):
+        ToyFSDPStrategy(mixed_precision=policy)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"auto_wrap_polcy": "auto"}, "of ToyFSDPStrategy: did you mean `auto_wrap_policy`?"),
+        ({"zzz": 1}, "`zzz` is no argument of ToyFSDPStrategy: it takes accelerator, "),
+        ({"allow_optimizers": None}, "`allow_optimizers`: expected optimizer classes such as"),
+        ({"allow_optimizers": "Muon"}, "(torch.optim.Adafactor,), got 'Muon'."),
+        ({"timeout": 5}, "`timeout`: expected a timedelta above 0 such as timedelta(minutes=30)"),
+        ({"debug": "false"}, "`debug`: expected true or false, got 'false'."),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(given, message):
+    with pytest.raises((TypeError, ValueError)) as info:
+        ToyFSDPStrategy(**given)
+    assert message in str(info.value) and "\n" not in str(info.value)
+
+
+def test_one_optimizer_class_needs_no_tuple():
+    strategy = ToyFSDPStrategy(allow_optimizers=torch.optim.Adafactor)
+    assert strategy.allow_optimizers == (torch.optim.Adafactor,)
+
+
 def _meshes():
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     strategy = ToyFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)

@@ -252,7 +252,7 @@ BAD_INPUT = {
     "trainer.barebones=true": "`trainer.barebones=true` leaves out the metrics",
     "+trainer.strategy=ddp": "unknown key `trainer.strategy`: use `strategy`",
     "task.evaluate_before_fit=foo": "`task.evaluate_before_fit=foo`: expected true or false",
-    "strategy.timeout.minutes=0": "`strategy.timeout=0:00:00`: expected a time above 0",
+    "strategy.timeout.minutes=0": "`strategy.timeout`: expected a timedelta above 0 such as",
     "strategy.timeout=3": "`strategy.timeout=3`: expected timedelta",
     "strategy.process_group_backend=foo": "`strategy.process_group_backend=foo` is unknown: choose",
     "strategy.allow_optimizers=[foo]": "`strategy.allow_optimizers`: 'foo' is no optimizer class",

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -277,6 +277,43 @@ def _use_raw(hook: str, is_unsharded: bool, directory: Path) -> Any:
     except RuntimeError as error:
         return str(error)
     return [tuple(product.shape) for product in module.products]
+
+
+class Attending(LitStack):
+    """Its layer uses the weight of a submodule without calling it, which is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.MultiheadAttention(5, 1, batch_first=True))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        x = batch[0].unsqueeze(1)
+        return self.net(x, x, x)[0].sum()
+
+
+def _attend(directory: Path) -> str:
+    strategy = ToyFSDPStrategy(auto_wrap_policy=["Linear"])
+    with pytest.raises(RuntimeError) as info:
+        make_trainer(strategy, directory).fit(Attending(), regression_data(16))
+    return str(info.value)
+
+
+def test_frames_of_torch_are_not_taken_for_methods_to_register(tmp_path):  # C39
+    for message in run_ranks(_attend, 2, tmp_path):
+        assert "`net.out_proj`" in message
+        assert "register_forward_method" not in message
+
+
+def _log_graph(directory: Path) -> str:
+    module = LitStack()
+    module.example_input_array = torch.zeros(1, 5)
+    logger = TensorBoardLogger(directory, log_graph=True)
+    with pytest.raises(ValueError, match="rank 0 alone") as info:
+        make_trainer("toy_fsdp", directory, logger=logger).fit(module, regression_data(16))
+    return str(info.value)
+
+
+def test_a_graph_for_tensorboard_is_refused_on_every_rank(tmp_path):
+    assert all("Leave `log_graph` out" in text for text in run_ranks(_log_graph, 2, tmp_path))
 
 
 @pytest.mark.parametrize("hook", HOOKS)

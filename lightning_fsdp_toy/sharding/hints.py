@@ -38,7 +38,9 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
     while traceback is not None:
         method, module = traceback.tb_frame.f_code.co_name, traceback.tb_frame.f_locals.get("self")
         unit = root.unit_of(module) if isinstance(module, nn.Module) else None
-        is_method = method != "forward" and not method.endswith("_step")
+        # Of the user's: torch's own frames around `forward` have a `self` too.
+        is_method = hasattr(type(module), method) and not hasattr(nn.Module, method)
+        is_method = is_method and not method.endswith("_step")
         if unit is not None and is_method and not unit.is_shown:
             text = (
                 f"`{type(module).__name__}.{method}` uses weights of unit `{unit.fqn}`, which "

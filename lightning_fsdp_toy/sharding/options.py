@@ -42,6 +42,9 @@ class ShardingOptions:
                 f"`num_prefetch`: expected a whole number of units, at least 0, "
                 f"got {self.num_prefetch!r}."
             )
+        for name in ("cpu_offload", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}`: expected true or false, got {getattr(self, name)!r}.")
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise TypeError(
                 f"`mixed_precision`: expected a MixedPrecisionPolicy or None, "

@@ -38,6 +38,7 @@ class MixedPrecisionPolicy:
 
     Raises:
         ValueError: a dtype is not a floating-point one.
+        TypeError: ``cast_forward_inputs`` is no bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -59,6 +60,11 @@ class MixedPrecisionPolicy:
                     f"torch.bfloat16 or 'bfloat16', or None, got {given!r}."
                 )
             object.__setattr__(self, name, dtype)
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"`mixed_precision.cast_forward_inputs`: expected true or false, "
+                f"got {self.cast_forward_inputs!r}."
+            )
 
 
 def select_units(

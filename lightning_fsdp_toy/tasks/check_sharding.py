@@ -26,6 +26,13 @@ def check_policies(strategy: dict[str, Any], model: nn.Module) -> None:
         if not isinstance(policy, dict):  # those are objects that do not exist yet
             with naming("strategy"):
                 select_units(model, policy, name)
+    allowed = strategy.get("allow_optimizers") or ()
+    for each in allowed if isinstance(allowed, list | tuple) else (allowed,):
+        if not (isinstance(each, dict) and "_target_" in each):
+            raise ValueError(
+                f"`strategy.allow_optimizers`: {each!r} is no optimizer class; write each as "
+                "{_target_: hydra.utils.get_class, path: a.b.C}"
+            )
     precision = strategy.get("mixed_precision")
     if precision is not None and not (isinstance(precision, dict) and "_target_" in precision):
         raise ValueError(

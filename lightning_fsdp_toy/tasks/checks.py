@@ -205,12 +205,6 @@ def _check_strategy(config: dict[str, Any], strategy: Any) -> None:
             f"`strategy.timeout={timeout}`: expected a time above 0, such as "
             "`strategy.timeout.minutes=30`"
         )
-    for each in getattr(strategy, "allow_optimizers", ()):
-        if not (isinstance(each, type) and issubclass(each, torch.optim.Optimizer)):
-            raise ValueError(
-                f"`strategy.allow_optimizers`: {each!r} is no optimizer class; write each as "
-                "{_target_: hydra.utils.get_class, path: a.b.C}"
-            )
     backend = config["strategy"].get("process_group_backend")
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
