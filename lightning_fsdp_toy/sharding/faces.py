@@ -11,6 +11,9 @@ Note: which face is shown
         loss.backward()      # unsharded face
         optimizer.step()     #           sharded face
 
+    A call of a submodule outside forward hides nothing: a method that made it may go on to read
+    weights beside it.
+
 Note: misuse is refused
     Sharding replaces parameters behind the user's back, so everything that would then go wrong
     without a word is noticed and refused by name: gradients that flow into a face that nobody

@@ -78,6 +78,7 @@ class RootState:
         self.saved = SavedTensors(self)
         self.backward = Backward(self)
         self._hooks: saved_tensors_hooks | None = None  # while depth > 0
+        self._stands_in = False  # the outermost call is of a module inside a unit
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
         self.units: list[Unit] = []
@@ -142,12 +143,18 @@ class RootState:
             self.settle()
             self.num_forwards += 1
             self.note_place(f"forward number {self.num_forwards}")
+            self._stands_in = False
             self.residency.begin_forward()
             is_training = self.module.training and torch.is_grad_enabled()
             self.sync_buffers(may_have_changed=is_training)
             self.current_pass = None
             self._hooks = saved_tensors_hooks(self.saved.pack, self.saved.unpack)
             self._hooks.__enter__()
+
+    def note_stand_in(self) -> None:
+        """The call that began is of a module inside a unit, maybe in a method of the unit's."""
+        if self._depth == 1:
+            self._stands_in = True
 
     def _is_abandoned(self, unit: Unit) -> bool:
         """Whether the forward that seems to run ended without a word (a KeyboardInterrupt)."""
@@ -205,7 +212,7 @@ class RootState:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
             self.residency.end_forward()
-            for unit in self.units:  # see the note on which face is shown
+            for unit in self.units if not self._stands_in else ():
                 unit.hide()
 
     def show_gathered(self) -> None:

@@ -203,6 +203,7 @@ class Unit:
         stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:
             self.pre_forward()
+            self.root.note_stand_in()
         else:
             for original in originals:
                 original.sync_requires_grad()
