@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp_toy.sharding import (
@@ -579,3 +580,48 @@ def _unsharded_in_recomputation(use_reentrant, precision):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_weights_read_in_a_recomputation_stay_until_its_backward(use_reentrant, precision):
     run_ranks(_unsharded_in_recomputation, 2, use_reentrant, precision)
+
+
+def _under_hooks(name):
+    torch.manual_seed(0)
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    root = get_root(model)
+    x, seen, calls = torch.ones(2, 5), [], []
+    model.inp.register_forward_hook(lambda *_: calls.append(1))
+
+    def around(module):
+        if name == "checkpoint":
+            return checkpoint(module, x, use_reentrant=False)
+        with saved_tensors_hooks(lambda t: seen.append(t.shape) or t.numpy(), torch.from_numpy):
+            return module(x)
+
+    for _ in range(2):
+        seen.clear()
+        model.zero_grad()
+        reference.zero_grad()
+        around(model).sum().backward()
+        num_here = len(seen)
+        reference(x).sum().backward()
+        for fqn, grad in full_gradients(model).items():
+            assert torch.equal(grad, reference.get_parameter(fqn).grad), fqn
+        assert root.memory.unsharded_bytes == 0
+    if name == "checkpoint":
+        assert len(calls) == 4  # in two steps
+        return
+    seen.clear()
+    around(reference)
+    if dist.get_world_size() > 1:  # else the whole weights are there anyway
+        weights = {shape for p in reference.parameters() for shape in (p.shape, p.t().shape)}
+        seen = [shape for shape in seen if shape not in weights]
+    assert num_here == len(seen) > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saved_tensor_hooks_around_the_model_see_all_but_weights(world_size):
+    run_ranks(_under_hooks, world_size, "numpy")
+
+
+def test_a_checkpoint_around_the_whole_model_runs_it_again():
+    run_ranks(_under_hooks, 2, "checkpoint")

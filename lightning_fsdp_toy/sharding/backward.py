@@ -7,13 +7,6 @@ Note: time and the order of post-backward
     t. They are finalised (reduced, resharded) in the order of falling start. That order follows
     from the forward alone: it is the same on every rank even when ranks use different parameters.
 
-Note: passes
-    The starts of one forward belong to its ``ForwardPass``. The graph keeps its pass alive (through
-    the handles and output hooks), the root knows it weakly: a forward that never sees a backward is
-    forgotten when its graph is gone on all ranks. Two forwards before one backward are two live
-    passes, and a unit's start is the earlier one, so that it is reduced once. A second backward
-    through a retained graph brings its pass back.
-
 Note: a backward inside a backward
     Re-entrant checkpointing runs a forward and a backward of its own inside a node of the outer
     backward. Units that only such a forward called are finalised when its backward ends.
@@ -29,9 +22,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+
+from lightning_fsdp_toy.sharding.passes import ForwardPass, KnownPass, LivePasses
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.collectives import Work
@@ -39,41 +34,7 @@ if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.root import RootState
     from lightning_fsdp_toy.sharding.unit import Unit
 
-__all__ = ["Backward", "ForwardPass"]
-
-
-_MAX_PASSES = 16  # known one by one; older ones count as one
-
-
-class ForwardPass:
-    """The unit calls of one forward (see the note on passes).
-
-    Attributes:
-        starts: tick at which each unit was first called.
-        awaited: units some output of which required a gradient.
-        gaps: ticks at which a unit ran without gradients. Re-entrant checkpointing
-            may run it again in backward, so nothing is gathered ahead across a gap.
-        is_consumed: a backward through it has ended.
-    """
-
-    def __init__(self) -> None:
-        self.starts: dict[Unit, int] = {}
-        self.awaited: set[Unit] = set()
-        self.gaps: list[int] = []
-        self.is_consumed = False
-
-
-class _KnownPass(NamedTuple):
-    """What the root knows of a pass, or of several old ones, whose graphs may be gone.
-
-    Graphs live as long as somebody holds them, which one rank may do and another not (for its log,
-    say). So passes are not forgotten with their graphs but when all ranks agree on it.
-    """
-
-    refs: list[weakref.ref[ForwardPass]]
-    starts: dict[Unit, int]
-    awaited: set[Unit]
-    gaps: list[int]
+__all__ = ["Backward"]
 
 
 class _EndOfBackward:
@@ -95,7 +56,7 @@ class Backward:
 
     def __init__(self, root: RootState) -> None:
         self.root = root
-        self.passes: list[_KnownPass] = []  # not consumed; the same on all ranks
+        self.passes = LivePasses()
         self.is_running = False
         self._end_ref: weakref.ref[_EndOfBackward] | None = None
         self._tasks: list[int] = []  # autograd's numbers of the backwards inside each other
@@ -111,18 +72,6 @@ class Backward:
         self._current: Unit | None = None  # whose followers have been prefetched
         self._used: dict[FlatParameter, list[bool]] = {}
         self._reducing: list[Work] = []
-
-    def note_pass(self, forward_pass: ForwardPass) -> None:
-        """A forward begins."""
-        ref, starts = weakref.ref(forward_pass), forward_pass.starts
-        known = _KnownPass([ref], starts, forward_pass.awaited, forward_pass.gaps)
-        self.passes.append(known)
-        if len(self.passes) > _MAX_PASSES:  # forwards without `no_grad`, and no backward
-            first, second = self.passes[:2]
-            refs = [ref for ref in first.refs + second.refs if ref() is not None]
-            starts = {**second.starts, **first.starts}  # the first was earlier
-            gaps = [*first.gaps, *second.gaps]
-            self.passes[:2] = [_KnownPass(refs, starts, first.awaited | second.awaited, gaps)]
 
     def reach(
         self, unit: Unit, tick: int, forward_pass: ForwardPass | None, is_output: bool = False
@@ -202,22 +151,14 @@ class Backward:
         self._tasks = [torch._C._current_graph_task_id()]
         self._awaited, self._starts, self._gaps = set(), {}, []
         self.root.note_backward()
-        self._forget_dead_passes()
+        self.passes.forget_dead(self._any_rank)
         for known in self.passes:
             self._add(known)
         end = _EndOfBackward(self)
         self._end_ref = weakref.ref(end)  # the engine holds it as long as this backward runs
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _forget_dead_passes(self) -> None:
-        """Drop passes whose graph no rank has any more: all ranks the same ones."""
-        alive = [any(ref() is not None for ref in known.refs) for known in self.passes]
-        if len(alive) > 1:
-            alive = self.root.mesh.world.any_rank(alive, "<root>")
-            pairs = zip(self.passes, alive, strict=True)
-            self.passes = [known for known, is_alive in pairs if is_alive]
-
-    def _add(self, calls: ForwardPass | _KnownPass) -> None:
+    def _add(self, calls: ForwardPass | KnownPass) -> None:
         """Expect the units of a pass."""
         self._awaited |= calls.awaited
         self._gaps += calls.gaps
@@ -286,10 +227,9 @@ class Backward:
                     self._reduce(unit)
         self._wait_for_reductions()
         flags = [flag for used in self._used.values() for flag in used]
-        several = self.passes if len(self.passes) > 1 else []
-        touched = [any(ref() in self._touched for ref in known.refs) for known in several]
-        agreed = self.root.mesh.world.any_rank([*flags, *touched], "<root>")
-        self._consume(agreed[len(flags) :] or [True] * len(self.passes))
+        touched = self.passes.touched_by(self._touched)
+        agreed = self._any_rank([*flags, *touched])
+        self.passes.consume(agreed[len(flags) :])
         has_gradients, each = any(agreed[: len(flags)]), iter(agreed)
         for flat, used in self._used.items():
             flags = [next(each) for _ in used]
@@ -302,13 +242,8 @@ class Backward:
         if not has_gradients:
             self._reopen()
 
-    def _consume(self, touched: list[bool]) -> None:
-        for known, is_touched in zip(self.passes, touched, strict=True):
-            for forward_pass in (ref() for ref in known.refs if is_touched):
-                if forward_pass is not None:
-                    forward_pass.is_consumed = True
-        pairs = zip(self.passes, touched, strict=True)
-        self.passes = [known for known, is_touched in pairs if not is_touched]
+    def _any_rank(self, flags: list[bool]) -> list[bool]:
+        return self.root.mesh.world.any_rank(flags, "<root>")
 
     def _reopen(self) -> None:
         """Give weights back to forward calls that the backward was in.

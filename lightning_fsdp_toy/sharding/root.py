@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_fsdp_toy.sharding.backward import Backward, ForwardPass
+from lightning_fsdp_toy.sharding.backward import Backward
 from lightning_fsdp_toy.sharding.buffers import MemoryCounter
 from lightning_fsdp_toy.sharding.build import (
     broadcast_buffers,
@@ -20,6 +19,7 @@ from lightning_fsdp_toy.sharding.build import (
     nesting_of,
 )
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.passes import ForwardPass
 from lightning_fsdp_toy.sharding.residency import Residency
 from lightning_fsdp_toy.sharding.saved import SavedTensors
 from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
@@ -77,7 +77,7 @@ class RootState:
         self.num_scopes = 0  # those that are `with` blocks, which end whatever happens
         self.saved = SavedTensors(self)
         self.backward = Backward(self)
-        self._hooks: saved_tensors_hooks | None = None  # while depth > 0
+        self._hooks: AbstractContextManager[Any] | None = None  # while depth > 0
         self._stands_in = False  # the outermost call is of a module inside a unit
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
@@ -148,7 +148,7 @@ class RootState:
             is_training = self.module.training and torch.is_grad_enabled()
             self.sync_buffers(may_have_changed=is_training)
             self.current_pass = None
-            self._hooks = saved_tensors_hooks(self.saved.pack, self.saved.unpack)
+            self._hooks = self.saved.hooks()
             self._hooks.__enter__()
 
     def note_stand_in(self) -> None:
@@ -253,7 +253,7 @@ class RootState:
         self.tick += 1
         if self.current_pass is None or self.current_pass.is_consumed:
             self.current_pass = ForwardPass()
-            self.backward.note_pass(self.current_pass)
+            self.backward.passes.note(self.current_pass)
         self.current_pass.starts.setdefault(unit, self.tick)
 
     def record_end(self, unit: Unit) -> tuple[int, ForwardPass] | None:

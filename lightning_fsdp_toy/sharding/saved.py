@@ -8,22 +8,31 @@ Note: getting weights back
     are needed, whatever forward returned: a stored intermediate, a view changed in place, a
     container nobody knows (pytorch issues 77812, 173709, 181832). Hooks on output tensors stay as
     the early trigger, so that units that save no weights behave like the others.
+
+Note: hooks of the user
+    Autograd asks the innermost saved-tensor hooks only. Hooks around the sharded module's call
+    (``save_on_cpu``) are therefore asked from here, for everything that is not a view of a weight.
+    Those of ``torch.utils.checkpoint`` are left in charge: they run forward again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _checkpoint_hook
 
 from lightning_fsdp_toy.sharding.residency import current_reader
 
 if TYPE_CHECKING:
-    from lightning_fsdp_toy.sharding.backward import ForwardPass
     from lightning_fsdp_toy.sharding.buffers import GatheredBuffer
     from lightning_fsdp_toy.sharding.faces import OriginalParameter
     from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+    from lightning_fsdp_toy.sharding.passes import ForwardPass
     from lightning_fsdp_toy.sharding.root import RootState
     from lightning_fsdp_toy.sharding.unit import Unit
 
@@ -53,6 +62,13 @@ class _Saved(NamedTuple):
     version: int
 
 
+class _Foreign(NamedTuple):
+    """What hooks around the sharded module's call made of a tensor."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+
 class SavedTensors:
     """Packs and unpacks what autograd saves while sharded modules run.
 
@@ -64,6 +80,14 @@ class SavedTensors:
         self.root = root
         # By the memory address of each unsharded buffer.
         self._by_ptr: dict[int, tuple[Unit, FlatParameter, GatheredBuffer]] = {}
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return the context in which a forward runs (see the note on hooks of the user)."""
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._outer is not None and _is_of_checkpoint(self._outer[0]):
+            return nullcontext()
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     def add(self, unit: Unit, flat: FlatParameter, buffer: GatheredBuffer) -> None:
         """A buffer has memory now."""
@@ -83,11 +107,10 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; keep any other tensor."""
-        if tensor.layout is not torch.strided:
-            return tensor
-        found = self._by_ptr.get(tensor.untyped_storage().data_ptr())
+        is_strided = tensor.layout is torch.strided
+        found = self._by_ptr.get(tensor.untyped_storage().data_ptr()) if is_strided else None
         if found is None:
-            return _Saved(tensor, tensor._version)
+            return self._pack_other(tensor)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
         return _Handle(
@@ -104,6 +127,12 @@ class SavedTensors:
             original.sharded._version,
         )
 
+    def _pack_other(self, tensor: Tensor) -> Any:
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return _Foreign(unpack, pack(tensor))
+        return _Saved(tensor, tensor._version) if tensor.layout is torch.strided else tensor
+
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor again, unsharding its unit if it was a view of one."""
         if isinstance(packed, _Handle):
@@ -117,6 +146,8 @@ class SavedTensors:
                     f"{tensor._version}; expected version {version} instead."
                 )
             return tensor
+        if isinstance(packed, _Foreign):
+            return packed.unpack(packed.packed)
         saved: Tensor = packed
         return saved
 
@@ -148,3 +179,7 @@ class SavedTensors:
         if handle.dtype != whole.dtype:
             whole = whole.view(handle.dtype)
         return whole.as_strided(handle.size, handle.stride, handle.offset)
+
+
+def _is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    return getattr(pack, "__qualname__", "").startswith(_checkpoint_hook.__name__ + ".")

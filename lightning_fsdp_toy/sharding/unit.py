@@ -30,8 +30,8 @@ from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
 
 if TYPE_CHECKING:
-    from lightning_fsdp_toy.sharding.backward import ForwardPass
     from lightning_fsdp_toy.sharding.collectives import Work
+    from lightning_fsdp_toy.sharding.passes import ForwardPass
     from lightning_fsdp_toy.sharding.root import RootState
 
 __all__ = ["Unit", "is_grad_recording"]
