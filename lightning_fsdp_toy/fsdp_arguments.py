@@ -1,4 +1,4 @@
-"""Arguments as users of Lightning's ``FSDPStrategy`` write them, for ``ToyFSDPStrategy``.
+"""Arguments as users of Lightning's ``FSDPStrategy`` write them, for both of our strategies.
 
 Its own arguments have the same names here; torch's objects are taken where Lightning takes them
 (``ShardingStrategy``, ``MixedPrecision``, ``CPUOffload``, ``DeviceMesh``). What Lightning hands on
@@ -9,7 +9,7 @@ the reason where not.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +26,7 @@ __all__ = [
     "is_offloading",
     "optimizer_classes",
     "precision_policy",
-    "refuse_fsdp_arguments",
-    "refuse_unknown_arguments",
+    "refuse_arguments",
     "strategy_name",
 ]
 
@@ -47,36 +46,30 @@ _FSDP_ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
-# What every Lightning strategy takes.
-_BASE_ARGUMENTS = (
-    *("accelerator", "parallel_devices", "cluster_environment"),
-    *("checkpoint_io", "precision_plugin"),
-)
+def refuse_arguments(given: dict[str, Any], strategy: type, base: type) -> None:
+    """Take what says nothing new out of ``given``, in place; refuse what ``strategy`` cannot do.
 
-
-def refuse_fsdp_arguments(given: dict[str, Any]) -> None:
-    """Take what says nothing new out of ``given``, in place.
+    Args:
+        given: arguments that are none of the strategy's own.
+        strategy: the strategy's class.
+        base: Lightning's class that takes what is left.
 
     Raises:
         ValueError: an argument of ``FullyShardedDataParallel`` asks for something else.
+        TypeError: neither class knows it; names what comes near.
     """
     for name, (always, instead) in _FSDP_ARGUMENTS.items():
         if name in given and (value := given.pop(name)) not in (always, None):
-            raise ValueError(f"`{name}={value!r}` is not supported by ToyFSDPStrategy: {instead}.")
-
-
-def refuse_unknown_arguments(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names that neither the strategy nor Lightning's base class knows.
-
-    Raises:
-        TypeError: names the argument and what comes near.
-    """
-    names = [*_BASE_ARGUMENTS, *known]
+            raise ValueError(
+                f"`{name}={value!r}` is not supported by {strategy.__name__}: {instead}."
+            )
+    own = [name for name in inspect.signature(strategy).parameters if name != "kwargs"]
+    names = [*inspect.signature(base).parameters, *own]
     for name in given:
-        if name not in _BASE_ARGUMENTS:
+        if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             remedy = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(names)}."
-            raise TypeError(f"`{name}` is no argument of ToyFSDPStrategy: {remedy}")
+            raise TypeError(f"`{name}` is no argument of {strategy.__name__}: {remedy}")
 
 
 def optimizer_classes(value: Any) -> tuple[type[torch.optim.Optimizer], ...]:
@@ -135,7 +128,7 @@ def precision_policy(value: Any) -> Any:
         return value
     if value.keep_low_precision_grads:
         raise ValueError(
-            "`mixed_precision.keep_low_precision_grads=True` is not supported by ToyFSDPStrategy: "
+            "`mixed_precision.keep_low_precision_grads=True` is not supported: "
             "gradients have the dtype of the shards. Leave it out, or use precision='bf16-true'."
         )
     return MixedPrecisionPolicy(

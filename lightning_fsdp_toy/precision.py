@@ -36,7 +36,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_fsdp_toy.conversion import convert, give_fp32_vectors, take_back_fp32_vectors
+from lightning_fsdp_toy.conversion import convert
+from lightning_fsdp_toy.sharding.fp32_vectors import give_fp32_vectors, take_back_fp32_vectors
 from lightning_fsdp_toy.sharding.grad_scaler import ShardedGradScaler
 from lightning_fsdp_toy.sharding.optim import clip_grad_norm_
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy

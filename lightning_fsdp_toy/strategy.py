@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,6 +19,7 @@ from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -38,8 +38,7 @@ from lightning_fsdp_toy.fsdp_arguments import (
     is_offloading,
     optimizer_classes,
     precision_policy,
-    refuse_fsdp_arguments,
-    refuse_unknown_arguments,
+    refuse_arguments,
     strategy_name,
 )
 from lightning_fsdp_toy.precision import to_toy_precision
@@ -54,6 +53,10 @@ from lightning_fsdp_toy.sharding import (
     set_gradient_divide_factor,
 )
 from lightning_fsdp_toy.sharding.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp_toy.sharding.fp32_vectors import (
+    give_batch_norms_fp32_vectors,
+    take_back_fp32_vectors,
+)
 from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
 from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
 from lightning_fsdp_toy.sharding.options import ShardingOptions
@@ -137,8 +140,7 @@ class ToyFSDPStrategy(
         activation_checkpointing_policy = checkpointing_policy(
             activation_checkpointing_policy, kwargs
         )
-        refuse_fsdp_arguments(kwargs)
-        refuse_unknown_arguments(kwargs, signature(ToyFSDPStrategy).parameters)
+        refuse_arguments(kwargs, ToyFSDPStrategy, ParallelStrategy)
         check_timeout(timeout)
         super().__init__(**kwargs)
         sharding_strategy = strategy_name(sharding_strategy)
@@ -252,7 +254,7 @@ class ToyFSDPStrategy(
                 if isinstance(module, Metric):  # its state is no buffer
                     module.to(self.root_device)
             shard_with_options(model, self._run_options(), device=self.root_device)
-        conversion.give_batch_norms_fp32_vectors(model, self.mixed_precision)
+        give_batch_norms_fp32_vectors(model, self.mixed_precision)  # taken back by a teardown
         _update_properties(model, device=self.root_device)  # `self.device` of LightningModules
         root = get_root(model)
         self.precision_plugin.root = root  # type: ignore[attr-defined]
@@ -301,7 +303,7 @@ class ToyFSDPStrategy(
         """End the run; the model stays sharded, so that the next run finds it as it is."""
         if self.lightning_module is not None and "_fsdp_root" in self.lightning_module.__dict__:
             self.root.settle()
-            conversion.take_back_fp32_vectors(self.lightning_module)
+            take_back_fp32_vectors(self.lightning_module)
         self._end_compiled_run()
         self.end_watch()
         assert self.cluster_environment is not None

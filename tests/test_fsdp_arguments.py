@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
 )
 
-from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy import ToyFSDPFabricStrategy, ToyFSDPStrategy
 from lightning_fsdp_toy.fsdp_arguments import _FSDP_ARGUMENTS
 from lightning_fsdp_toy.sharding.policy import select_units
 from tests.core_helpers import Block, Stack
@@ -53,8 +53,9 @@ def test_every_argument_of_fsdp_is_taken_or_refused_with_a_reason():
             ToyFSDPStrategy(**{name: value})
 
 
-def test_torchs_own_objects_are_taken():
-    strategy = ToyFSDPStrategy(
+@pytest.mark.parametrize("cls", [ToyFSDPStrategy, ToyFSDPFabricStrategy])
+def test_torchs_own_objects_are_taken(cls):
+    strategy = cls(
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         cpu_offload=CPUOffload(offload_params=False),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32),
@@ -65,7 +66,7 @@ def test_torchs_own_objects_are_taken():
     assert strategy.mixed_precision.reduce_dtype == torch.bfloat16
     assert strategy.mixed_precision.buffer_dtype == torch.float32
     with pytest.raises(TypeError, match="`cpu_offload`: expected true or false, got 'yes'"):
-        ToyFSDPStrategy(cpu_offload="yes")
+        cls(cpu_offload="yes")
 
 
 def test_what_torchs_mixed_precision_asks_for_beyond_dtypes_is_not_dropped():
@@ -77,22 +78,25 @@ def test_what_torchs_mixed_precision_asks_for_beyond_dtypes_is_not_dropped():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"auto_wrap_polcy": "auto"}, "of ToyFSDPStrategy: did you mean `auto_wrap_policy`?"),
-        ({"zzz": 1}, "`zzz` is no argument of ToyFSDPStrategy: it takes accelerator, "),
+        ({"auto_wrap_polcy": "auto"}, "of {}: did you mean `auto_wrap_policy`?"),
+        ({"zzz": 1}, "`zzz` is no argument of {}: it takes accelerator, "),
+        ({"forward_prefetch": True}, "`forward_prefetch=True` is not supported by {}: use `num_"),
         ({"allow_optimizers": None}, "`allow_optimizers`: expected optimizer classes such as"),
         ({"allow_optimizers": "Muon"}, "(torch.optim.Adafactor,), got 'Muon'."),
         ({"timeout": 5}, "`timeout`: expected a timedelta above 0 such as timedelta(minutes=30)"),
         ({"debug": "false"}, "`debug`: expected true or false, got 'false'."),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_line(given, message):
+@pytest.mark.parametrize("cls", [ToyFSDPStrategy, ToyFSDPFabricStrategy])
+def test_wrong_arguments_are_refused_in_one_line(cls, given, message):
     with pytest.raises((TypeError, ValueError)) as info:
-        ToyFSDPStrategy(**given)
-    assert message in str(info.value) and "\n" not in str(info.value)
+        cls(**given)
+    assert message.replace("{}", cls.__name__) in str(info.value) and "\n" not in str(info.value)
 
 
-def test_one_optimizer_class_needs_no_tuple():
-    strategy = ToyFSDPStrategy(allow_optimizers=torch.optim.Adafactor)
+@pytest.mark.parametrize("cls", [ToyFSDPStrategy, ToyFSDPFabricStrategy])
+def test_one_optimizer_class_needs_no_tuple(cls):
+    strategy = cls(allow_optimizers=torch.optim.Adafactor)
     assert strategy.allow_optimizers == (torch.optim.Adafactor,)
 
 

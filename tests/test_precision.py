@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_fsdp_toy import ToyFSDPStrategy
-from lightning_fsdp_toy.conversion import convert, give_fp32_vectors, take_back_fp32_vectors
+from lightning_fsdp_toy.conversion import convert
 from lightning_fsdp_toy.precision import ToyFSDPMixedPrecision, to_toy_precision
 from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root
+from lightning_fsdp_toy.sharding.fp32_vectors import give_fp32_vectors, take_back_fp32_vectors
 from lightning_fsdp_toy.sharding.grad_scaler import ShardedGradScaler
 from lightning_fsdp_toy.sharding.optim import clip_grad_norm_
 from tests.core_helpers import Stack, assert_equal, full_parameters, make_batches, mse_loss

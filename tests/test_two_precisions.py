@@ -102,3 +102,23 @@ def _method():
 
 def test_arguments_of_registered_methods_are_cast():
     run_ranks(_method, 2)
+
+
+def _normed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    reference = copy.deepcopy(model).bfloat16()
+    reference[1].float()
+    fully_shard(model, mixed_precision=BF16)
+    x = torch.randn(8, 5)
+    for each, given in ((model, x), (reference, x.bfloat16())):
+        each(given).sum().backward()
+    assert torch.equal(model[1].running_var, reference[1].running_var)
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad.float())
+    assert "forward" in model[1].__dict__
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_norms_see_fp32_beside_low_weights(world_size):
+    run_ranks(_normed, world_size)

@@ -12,8 +12,9 @@ from lightning.fabric.plugins.precision import (
 from torch import nn
 from typing_extensions import override
 
-from lightning_fsdp_toy.conversion import convert, give_fp32_vectors
+from lightning_fsdp_toy.conversion import convert
 from lightning_fsdp_toy.sharding import MixedPrecisionPolicy
+from lightning_fsdp_toy.sharding.fp32_vectors import give_fp32_vectors
 from lightning_fsdp_toy.sharding.grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedMixedPrecision", "policy_of", "to_sharded_precision"]

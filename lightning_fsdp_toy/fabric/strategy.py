@@ -13,7 +13,7 @@ import torch
 
 # Lightning keeps these to itself, but every strategy of its own is built from them.
 from lightning.fabric.plugins import Precision
-from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.strategies import ParallelStrategy, _StrategyRegistry
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
@@ -28,7 +28,17 @@ from lightning_fsdp_toy.fabric.launching import FabricLauncher
 from lightning_fsdp_toy.fabric.models import ShardedModels
 from lightning_fsdp_toy.fabric.precision import policy_of, to_sharded_precision
 from lightning_fsdp_toy.fabric.wrapping import BackwardSync
-from lightning_fsdp_toy.sharding import MixedPrecisionPolicy
+from lightning_fsdp_toy.fsdp_arguments import (
+    check_timeout,
+    checkpointing_policy,
+    device_mesh_shape,
+    is_offloading,
+    optimizer_classes,
+    precision_policy,
+    refuse_arguments,
+    strategy_name,
+)
+from lightning_fsdp_toy.sharding import SHARDING_STRATEGIES, MixedPrecisionPolicy
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 
@@ -77,7 +87,8 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
             ``forkserver``, as in ``DDPStrategy``.
         process_group_backend: ``gloo`` or ``nccl``; by device if None.
         **kwargs: accelerator, parallel_devices, cluster_environment, checkpoint_io and precision,
-            as for every Fabric strategy.
+            as for every Fabric strategy; arguments of ``FullyShardedDataParallel`` as
+            ``fsdp_arguments`` says.
 
     Raises:
         ValueError: an argument is none of those above.
@@ -102,21 +113,28 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
+        activation_checkpointing_policy = checkpointing_policy(
+            activation_checkpointing_policy, kwargs
+        )
+        refuse_arguments(kwargs, ToyFSDPFabricStrategy, ParallelStrategy)
+        check_timeout(timeout)
         super().__init__(**kwargs)
+        sharding_strategy = strategy_name(sharding_strategy)
+        check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
         check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         check_choice("transport", transport, ("auto", "native", "pairwise"))
         check_choice("start_method", start_method, START_METHODS)
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
-        self.mixed_precision = mixed_precision
-        self.cpu_offload = cpu_offload
+        self.mixed_precision = precision_policy(mixed_precision)
+        self.cpu_offload = is_offloading(cpu_offload)
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.activation_checkpointing_reentrant = activation_checkpointing_reentrant
         self.state_dict_type = state_dict_type
-        self.device_mesh = None if device_mesh is None else tuple(device_mesh)
+        self.device_mesh = device_mesh_shape(device_mesh)
         self.num_prefetch = num_prefetch
         self.transport = transport
-        self.allow_optimizers = tuple(allow_optimizers)
+        self.allow_optimizers = optimizer_classes(allow_optimizers)
         self.debug = debug
         self._num_nodes = 1
         self._options()  # refuses what no rank could run, before any starts

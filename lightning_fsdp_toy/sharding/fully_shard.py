@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_fsdp_toy.sharding.debug import unit_table
+from lightning_fsdp_toy.sharding.fp32_vectors import give_batch_norms_fp32_vectors
 from lightning_fsdp_toy.sharding.hooks import cast_floating
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.mesh import make_mesh
@@ -155,6 +156,7 @@ def shard_with_options(
         ledger,
     )
     root = RootState(whole, mesh, ledger, device, options)
+    give_batch_norms_fp32_vectors(whole, options.precision)
     for sub in whole.modules():
         _clear_pieces(root, sub)
     if options.debug and mesh.world.rank == 0:

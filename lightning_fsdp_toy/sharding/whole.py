@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.fp32_vectors import take_back_fp32_vectors
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.unit import Unit
 
@@ -157,6 +158,7 @@ def restore(root: RootState) -> None:
                 param.register_hook(hook)
         for module, name in original.homes:
             module._parameters[name] = param
+    take_back_fp32_vectors(root.module)
     for unit in root.units:
         unit.remove_hooks()
     for (module, name), dtype in root.buffer_dtypes.items():
