@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=10)  # of one question; it is asked about keys that exist
 _RANKS_PER_POLL_S = 64  # larger worlds look less often: every stuck rank reads every note
+_COURTESY_S = 1.5  # after another rank's error: time for it to end with its own traceback
 _NO_SUCH_TAG = 0x7F5DABC
 
 
@@ -89,10 +90,12 @@ class _Wait:
         self.detector.current = self.outer
         if not isinstance(error, RuntimeError) or isinstance(error, StallError):
             return
-        verdict = self.verdict or self.detector.find_reason()
+        detector = self.detector
+        verdict = self.verdict or detector.find_reason()
         if verdict is not None:
             place = tell_place(self.operation, self.unit, self.number)
-            detector = self.detector
+            if error.__context__ is None and detector.others_raised():
+                time.sleep(_COURTESY_S)  # what went wrong there is to be read first
             raise StallError(
                 f"rank {detector.rank} of {detector.world_size}: {place} cannot end: {verdict}"
             ) from error
@@ -193,6 +196,15 @@ class StallDetector:
         except RuntimeError:  # the store has gone with its rank
             return None
         return verdict
+
+    def others_raised(self) -> bool:
+        """Whether another rank ends, or handles, an error of its own."""
+        with suppress(RuntimeError):  # the store has gone with its rank
+            notes = self._parse(self._read())
+            return any(
+                note.handling or note.left for rank, note in notes.items() if rank != self.rank
+            )
+        return False
 
     def ranks_of(self, group: dist.ProcessGroup | None) -> list[int]:
         """Return the ranks that a wait in ``group`` needs; all for None."""
