@@ -1,6 +1,7 @@
 """When gradients are reduced (every micro-batch, or once: `no_sync`) and how they are divided."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -238,6 +239,27 @@ def test_the_gradient_norm_has_the_same_bits_at_every_world_size():  # C33
     for world_size in (2, 4):
         for each in run_ranks(_norms, world_size, None, NORM_TYPES):
             assert each == one
+
+
+def _clipped_in_double():
+    torch.manual_seed(0)
+    model = TiedAndScalar().double()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    tokens = torch.arange(8).view(2, 4)
+    for each, clip in (
+        (model, functools.partial(clip_grad_norm_, get_root(model))),
+        (reference, nn.utils.clip_grad_norm_),
+    ):
+        each(tokens).pow(2).sum().backward()
+        clip(each.parameters(), 0.1)
+    for name, grad in full_gradients(model).items():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(grad, expected, rtol=1e-13, atol=0)
+
+
+def test_double_precision_models_are_clipped_in_double_precision():
+    run_ranks(_clipped_in_double, 2)
 
 
 @pytest.mark.parametrize("planted", [math.nan, math.inf])

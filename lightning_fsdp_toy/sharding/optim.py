@@ -154,7 +154,8 @@ def clip_grad_norm_(
     """
     params = [param for param in parameters if param.grad is not None]
     norm = grad_norm(root, params, norm_type)
-    scale = torch.clamp(max_norm / (norm.float() + 1e-6), max=1.0)
+    is_double = any(param.dtype == torch.float64 for param in root.module.parameters())
+    scale = torch.clamp(max_norm / ((norm if is_double else norm.float()) + 1e-6), max=1.0)
     scales = {device: scale.to(device) for device in {param.device for param in params}}
     for param in params:
         assert param.grad is not None
