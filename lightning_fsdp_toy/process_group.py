@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,18 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 # Lightning keeps these to itself, but every strategy of its own is built from them.
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
 
-__all__ = ["barrier", "broadcast", "connect", "tell_rank"]
+from lightning_fsdp_toy.sharding.stalls import stall_detector
+
+__all__ = ["all_gather", "barrier", "broadcast", "connect", "reduce", "tell_rank", "waiting"]
 
 T = TypeVar("T")
 
@@ -56,14 +62,26 @@ def connect(
     return backend
 
 
-def barrier(device: torch.device) -> None:
+def waiting(operation: str, group: Any | None = None) -> AbstractContextManager[None]:
+    """Return what a wait is done in: when it is in vain, it ends with a message.
+
+    Args:
+        operation: what is waited for.
+        group: whose ranks are waited for; all ranks if None.
+    """
+    detector = stall_detector()
+    return nullcontext() if detector is None else detector.waiting(operation, "", group)
+
+
+def barrier(device: torch.device, name: str | None = None) -> None:
     """Wait for all ranks; nothing without a process group."""
     if not dist.is_initialized():
         return
-    if dist.get_backend() == "nccl":
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
+    with waiting(f"barrier `{name}`" if name else "barrier"):
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[device.index])
+        else:
+            dist.barrier()
 
 
 def broadcast(value: T, src: int = 0) -> T:
@@ -71,5 +89,20 @@ def broadcast(value: T, src: int = 0) -> T:
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src)
+    with waiting("broadcast of an object"):
+        dist.broadcast_object_list(box, src)
     return box[0]
+
+
+def reduce(value: Any, group: Any | None, operation: Any) -> Any:
+    """Return the sum, mean, ... over ranks of a tensor; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    with waiting("reduction of a metric", group):
+        return _sync_ddp_if_available(value, group, reduce_op=operation)
+
+
+def all_gather(tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+    """Return the tensors of all ranks, stacked; a new first dimension."""
+    with waiting("all-gather of a tensor", group):
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)

@@ -16,13 +16,11 @@ Note: SIGTERM
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -98,35 +96,21 @@ class NamedWaits(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        with self._waiting(f"barrier `{name}`" if name else "barrier"):
-            process_group.barrier(self.root_device)
+        process_group.barrier(self.root_device, name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        with self._waiting("broadcast of an object"):
-            return process_group.broadcast(obj, src)
+        return process_group.broadcast(obj, src)
 
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        with self._waiting("reduction of a metric", group):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return process_group.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Any:
-        with self._waiting("all-gather of a tensor", group):
-            return super().all_gather(tensor, group, sync_grads)
-
-    def _waiting(self, operation: str, group: Any | None = None) -> AbstractContextManager[None]:
-        detector = self._stalls if self._stalls is not None else stall_detector()
-        return nullcontext() if detector is None else detector.waiting(operation, "", group)
+        return process_group.all_gather(tensor, group, sync_grads)
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
         """The handler of SIGTERM; passes it on to the ranks this process has started."""
@@ -143,7 +127,7 @@ class NamedWaits(ParallelStrategy):
         assert self.lightning_module is not None
         flag = torch.tensor([self._has_sigterm], dtype=torch.uint8)
         if dist.is_initialized():
-            with self._waiting("agreement on SIGTERM", self._agreement_group):
+            with process_group.waiting("agreement on SIGTERM", self._agreement_group):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._agreement_group)
         if flag.item():
             self.lightning_module.trainer._signal_connector.received_sigterm = True

@@ -5,6 +5,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 from tests.core_helpers import (
     OPTIMIZERS,
     Stack,
@@ -210,6 +211,21 @@ def _not_a_number():
 
 def test_a_norm_that_is_no_number_raises_on_every_rank_and_changes_nothing():
     assert run_ranks(_not_a_number, 2) == [True, True]
+
+
+def _apart():
+    fabric = make_fabric()
+    model = fabric.setup_module(_stack())
+    stall_detector().after_s = 0.4
+    with pytest.raises(StallError, match=r"barrier `here`.*all-gather|all-gather.*barrier `here`"):
+        if fabric.global_rank == 0:
+            fabric.barrier("here")
+        else:
+            model(torch.ones(2, 5))
+
+
+def test_ranks_that_wait_in_different_places_are_told():
+    run_ranks(_apart, 2)
 
 
 def _precision_loop(precision, batches):

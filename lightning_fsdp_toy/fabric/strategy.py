@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import ParallelStrategy, _StrategyRegistry
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -235,13 +234,17 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
     def all_reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
+        return process_group.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        return process_group.all_gather(tensor, group, sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        process_group.barrier(self.root_device)
+        process_group.barrier(self.root_device, name)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
