@@ -217,6 +217,47 @@ def test_keywords_containers_and_outputs_without_gradient(use_reentrant):
     run_ranks(_check, WORLD_SIZE, Mixed, "auto", "auto", use_reentrant)
 
 
+class Collecting(nn.Module):
+    """Blocks put auxiliary losses into a list that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(CollectingBlock() for _ in range(3))
+
+    def forward(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses=losses)
+        assert len(losses) == 3
+        return x + sum(losses)
+
+
+class CollectingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, x, losses):
+        y = torch.tanh(self.lin(x))
+        losses.append(y.square().mean() + sum(loss.detach() for loss in losses))
+        return y
+
+
+def test_losses_put_into_a_list_reach_the_caller():
+    run_ranks(_check, WORLD_SIZE, Collecting, "auto", "auto", False)
+
+
+def _collect_reentrant():
+    model = Collecting()
+    apply_activation_checkpointing(model, "auto", use_reentrant=True)
+    with pytest.warns(UserWarning, match="No gradient flows through that one: return it"):
+        fully_shard(model)(torch.ones(2, 5)).sum().backward()
+
+
+def test_reentrant_checkpointing_warns_of_tensors_put_into_a_list():
+    run_ranks(_collect_reentrant, 1)
+
+
 def _autocast_loss(model, rank):
     torch.manual_seed(rank)
     with torch.autocast("cpu", torch.bfloat16):

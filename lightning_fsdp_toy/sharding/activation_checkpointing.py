@@ -163,14 +163,24 @@ def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, use_reentr
     It knows positional tensors, and re-entrant only a tuple of output tensors: elsewhere gradients
     would be lost without a word. And a tensor given twice (attention asks whether query is key)
     would come back as two. So each tensor of the arguments is passed once.
+
+    The first call gets the containers it was given: what it puts into a list (an auxiliary loss) is
+    there for the caller. A call in backward gets new ones, which hold what these held before.
     """
     leaves, spec = tree_flatten((args, kwargs))
+    given_first = [(args, kwargs)]
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     keys = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
     order = list(tensors)  # the tensors themselves must not live as long as `call`
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def call(*values: Tensor) -> Any:
+        if given_first:
+            args, kwargs = given_first.pop()
+            output = function(*args, **kwargs)
+            if use_reentrant:
+                _warn_of_additions(args, kwargs, order)
+            return output
         given = dict(zip(order, values, strict=True))
         pairs = zip(keys, constants, strict=True)
         args, kwargs = tree_unflatten(
@@ -198,3 +208,14 @@ def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, use_reentr
     start = torch.empty(0, requires_grad=True)
     _, *outputs = checkpoint(flat_call, start, *tensors.values(), use_reentrant=True)
     return tree_unflatten(outputs, output_specs[0])
+
+
+def _warn_of_additions(args: Any, kwargs: Any, before: list[int]) -> None:
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(leaf, Tensor) and id(leaf) not in before for leaf in leaves):
+        warnings.warn(
+            "A module under re-entrant activation checkpointing put a tensor into a list or dict "
+            "of its arguments. No gradient flows through that one: return it, or use "
+            "use_reentrant=False.",
+            stacklevel=2,
+        )
