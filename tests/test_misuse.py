@@ -155,6 +155,26 @@ def test_freezing_inside_forward_holds():
     run_ranks(_frozen_inside_forward, 2)
 
 
+def _frozen_before_backward(options):
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model, **options)
+    for each in (model, reference):
+        loss = each(torch.ones(2, 5)).sum()
+        each.blocks[1].requires_grad_(False)
+        each.inp.weight.requires_grad_(False)
+        loss.backward()
+        each.requires_grad_(True)
+    for name, grad in full_gradients(model).items():
+        expected = reference.get_parameter(name).grad
+        assert grad is expected is None or torch.equal(grad, expected), name
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}], ids=str)
+def test_freezing_between_forward_and_backward_drops_gradients(options):
+    run_ranks(_frozen_before_backward, 2, options)
+
+
 def _backward_after_a_failed_one():
     model = fully_shard(Stack())
     out = model(_x())

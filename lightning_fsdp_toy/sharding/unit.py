@@ -228,6 +228,8 @@ class Unit:
 
     def collect(self, flat: FlatParameter, original: OriginalParameter) -> None:
         """A gradient has arrived."""
+        if original.unsharded.grad is None:  # frozen since the forward: autograd drops it
+            return
         self.root.backward.note_gradient(self)
         flat.gradient.collect(original, self.root.gradient_scale)
 
