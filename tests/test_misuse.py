@@ -21,6 +21,7 @@ from lightning_fsdp_toy.sharding.state_dict import (
     load_model_state,
     load_optimizer_state,
 )
+from lightning_fsdp_toy.sharding.whole import restore
 from tests.core_helpers import (
     Block,
     Stack,
@@ -135,6 +136,42 @@ def _hooks_move():
 
 def test_hooks_on_parameters_move_with_them():
     run_ranks(_hooks_move, 2)
+
+
+def _hooks_after_sharding():
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for module in (model, reference):
+        module.inp.weight.register_hook(lambda grad: 3 * grad)
+        module.inp.weight.register_hook(lambda grad: 0 * grad).remove()
+    for rank in range(2):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+        (reference(x).sum() / 2).backward()
+    model(_x()).sum().backward()
+    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+
+    def step(param):  # a step in backward: no gradient lives longer than it must
+        assert param.grad is not None and param.shape == param.grad.shape
+        torch.optim.SGD([param], lr=0.1).step()
+        param.grad = None
+
+    optimizer.zero_grad()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    model(_x()).sum().backward()
+    assert get_root(model).memory.gradients_bytes == 0
+    assert_equal(full_parameters(model), dict(reference.state_dict()))
+    restore(get_root(model))
+    (first,) = model.inp.weight._backward_hooks.values()
+    assert torch.equal(first(torch.ones(2)), torch.full((2,), 3.0))
+    assert len(model.inp.weight._post_accumulate_grad_hooks) == 1
+
+
+def test_hooks_registered_after_sharding_are_called():
+    run_ranks(_hooks_after_sharding, 2)
 
 
 def _frozen_inside_forward():

@@ -30,6 +30,7 @@ from lightning_fsdp_toy.sharding.passes import ForwardPass, KnownPass, LivePasse
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.collectives import Work
+    from lightning_fsdp_toy.sharding.faces import OriginalParameter
     from lightning_fsdp_toy.sharding.flat_param import FlatParameter
     from lightning_fsdp_toy.sharding.root import RootState
     from lightning_fsdp_toy.sharding.unit import Unit
@@ -231,9 +232,11 @@ class Backward:
         agreed = self._any_rank([*flags, *touched])
         self.passes.consume(agreed[len(flags) :])
         has_gradients, each = any(agreed[: len(flags)]), iter(agreed)
+        reduced: list[OriginalParameter] = []
         for flat, used in self._used.items():
             flags = [next(each) for _ in used]
             flat.gradient.publish(flags)
+            reduced += [o for o, is_used in zip(flat.originals, flags, strict=True) if is_used]
             if self.root.is_debug:
                 self._warn_of_missing(flat, flags)
         if self.root.is_debug and self.root.is_syncing:
@@ -241,6 +244,10 @@ class Backward:
         self._clear()
         if not has_gradients:
             self._reopen()
+        with torch.no_grad():
+            for original in reduced:
+                for hook in original.reduced_hooks:
+                    hook(original.sharded)
 
     def _any_rank(self, flags: list[bool]) -> list[bool]:
         return self.root.mesh.world.any_rank(flags, "<root>")

@@ -14,6 +14,11 @@ Note: which face is shown
     A call of a submodule outside forward hides nothing: a method that made it may go on to read
     weights beside it.
 
+Note: hooks of the user
+    A hook on a parameter is asked for this rank's whole gradient, before it is reduced, as under
+    DDP; one registered after sharding (on the sharded face) too. Post-accumulate-grad hooks belong
+    on the sharded face: they run at the end of backward, when its ``.grad`` is reduced.
+
 Note: misuse is refused
     Sharding replaces parameters behind the user's back, so everything that would then go wrong
     without a word is noticed and refused by name: gradients that flow into a face that nobody
@@ -22,8 +27,10 @@ Note: misuse is refused
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -55,6 +62,7 @@ class OriginalParameter:
     _is_trainable: bool = field(init=False, default=True)  # as both faces last agreed
     _version: int = field(init=False, default=0)  # of the unsharded face, edits accepted
     _address: int = field(init=False, default=0)  # of the sharded face's data
+    _own_hooks: list[int] = field(init=False, default_factory=list)  # keys of those that are ours
 
     def view_of(self, flat: Tensor) -> Tensor:
         """Return this parameter's place in a tensor laid out like the flat parameter."""
@@ -85,10 +93,12 @@ class OriginalParameter:
             return
         for face in (self.sharded, self.unsharded):
             face.requires_grad_(True)  # a frozen one may be unfrozen later
-        for hook in hooks:  # they see this rank's whole gradient, as under DDP
+        for hook in hooks:
             self.unsharded.register_hook(hook)
         fqn = self.slot.fqn
-        self.sharded.register_hook(lambda _: _refuse_gradient(fqn, "a piece of"))
+        refusal = self.sharded.register_hook(lambda _: _refuse_gradient(fqn, "a piece of"))
+        asking = self.unsharded.register_hook(partial(_ask_hooks_of, self.sharded, refusal.id))
+        self._own_hooks = [refusal.id, asking.id]
         if param.requires_grad:
             param.register_hook(lambda _: _refuse_gradient(fqn, "the object that was"))
         for face in (self.sharded, self.unsharded):
@@ -98,6 +108,18 @@ class OriginalParameter:
     def can_train(self) -> bool:
         """Whether its dtype has gradients."""
         return self.sharded.dtype.is_floating_point or self.sharded.dtype.is_complex
+
+    @property
+    def hooks(self) -> list[Callable[[Tensor], Tensor | None]]:
+        """The user's hooks on either face."""
+        both = [*_hooks_of(self.unsharded).items(), *_hooks_of(self.sharded).items()]
+        return [hook for key, hook in both if key not in self._own_hooks]
+
+    @property
+    def reduced_hooks(self) -> list[Callable[[Tensor], None]]:
+        """The user's hooks for the reduced gradient (see the note on hooks)."""
+        hooks: dict[int, Any] | None = getattr(self.sharded, "_post_accumulate_grad_hooks", None)
+        return list((hooks or {}).values())
 
     def sync_requires_grad(self) -> None:
         """Freeze or unfreeze both faces when the user did so with one."""
@@ -184,6 +206,18 @@ class OriginalParameter:
                     f"its shape is {tuple(place.shape)} and cannot change after sharding."
                 )
             place.copy_(value)
+
+
+def _hooks_of(param: Tensor) -> dict[int, Any]:
+    return dict(param._backward_hooks or {})
+
+
+def _ask_hooks_of(sharded: Tensor, refusal: int, grad: Tensor) -> Tensor:
+    """Hand a gradient of the unsharded face through the hooks on the sharded one."""
+    for key, hook in _hooks_of(sharded).items():
+        changed = hook(grad) if key != refusal else None
+        grad = grad if changed is None else changed
+    return grad
 
 
 def _refuse_gradient(fqn: str, what: str) -> NoReturn:

@@ -154,8 +154,10 @@ def restore(root: RootState) -> None:
         param = nn.Parameter(value, original.sharded.requires_grad)
         param.__dict__.update(original.sharded.__dict__)
         if param.requires_grad:
-            for hook in (original.unsharded._backward_hooks or {}).values():
+            for hook in original.hooks:
                 param.register_hook(hook)
+            for hook in original.reduced_hooks:
+                param.register_post_accumulate_grad_hook(hook)
         for module, name in original.homes:
             module._parameters[name] = param
     take_back_fp32_vectors(root.module)
