@@ -1,6 +1,7 @@
 """Mixed precision outside of plain steps: `unsharded` blocks, saved master weights, methods."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -102,6 +103,54 @@ def _method():
 
 def test_arguments_of_registered_methods_are_cast():
     run_ranks(_method, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Example:
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
+class _Noting(nn.Module):
+    """Puts losses in two precisions into a list that it is given, and counts in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, example, losses, counts):
+        assert example.x.dtype == self.lin.weight.dtype
+        assert example.labels.dtype == torch.int64
+        y = torch.tanh(self.lin(example.x))
+        losses.append(y.square().mean())
+        losses.append(y.float().square().mean())
+        counts["calls"] = counts["calls"] + 1
+        counts["last"] = y.detach()
+        return dataclasses.replace(example, x=y)
+
+
+def _notes():
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(_Noting() for _ in range(3))
+    reference = copy.deepcopy(model).bfloat16()
+    fully_shard(model, mixed_precision=BF16)
+    x = torch.randn(2, 5)
+    for each, given in ((model, x), (reference, x.bfloat16())):
+        example, counts = _Example(given, torch.zeros(2, dtype=torch.long)), {"calls": 0}
+        losses = []
+        for block in each.blocks:
+            example = block(example, losses, counts=counts)
+        assert len(losses) == 6
+        assert counts["calls"] == 3 and torch.equal(counts["last"], example.x)
+        sum(losses).backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad.float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_casting_copies_no_list_for_good_and_reaches_into_dataclasses(world_size):
+    run_ranks(_notes, world_size)
 
 
 def _normed():

@@ -1,6 +1,7 @@
 """Weights come back for backward whatever forward returns (cases C35 to C41)."""
 
 import copy
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -437,6 +438,47 @@ class _Position(nn.Module):
 
     def forward(self, x):
         return self.weight[:, : x.shape[1]]
+
+
+@dataclasses.dataclass
+class _Result:
+    y: torch.Tensor
+    codes: torch.Tensor
+    parent: object = None
+
+
+class _Quantizer(nn.Linear):
+    def forward(self, x):
+        result = _Result(super().forward(x), self.weight.t())
+        result.parent = [result]
+        return result
+
+
+class _WithCodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Quantizer(5, 5) for _ in range(3))
+
+    def forward(self, x):
+        penalty = 0
+        for block in self.blocks:
+            result = block(x)
+            x, penalty = result.y, penalty + result.codes.square().sum()
+        return x.sum() + penalty
+
+
+def _views_in_dataclasses():
+    model = _WithCodes()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    for each in (model, reference):
+        each(torch.ones(2, 5)).backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
+
+
+def test_units_may_return_views_of_their_weights_in_dataclasses():
+    run_ranks(_views_in_dataclasses, 2)
 
 
 class _WithPositions(nn.Module):

@@ -24,7 +24,6 @@ from torch import nn
 
 from lightning_fsdp_toy.sharding.debug import unit_table
 from lightning_fsdp_toy.sharding.fp32_vectors import give_batch_norms_fp32_vectors
-from lightning_fsdp_toy.sharding.hooks import cast_floating
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.mesh import make_mesh
 from lightning_fsdp_toy.sharding.names import unwrapped
@@ -32,6 +31,7 @@ from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOpt
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import full_model_state
+from lightning_fsdp_toy.sharding.trees import Copied, cast_floating, return_additions
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, show_faces
 
 __all__ = [
@@ -247,11 +247,12 @@ def register_forward_method(root: nn.Module, module: nn.Module, name: str) -> No
 
     @functools.wraps(method)
     def with_whole_weights(*args: Any, **kwargs: Any) -> Any:
-        policy = state.precision
+        policy, copied = state.precision, list[Copied]()
         if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype, copied)
         with state.forward_scope(unit) as outputs:
             outputs.append(method(*args, **kwargs))
+        return_additions(copied)
         return outputs[0]
 
     state.replaced_methods[id(module), name] = (module, module.__dict__.get(name))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
+from lightning_fsdp_toy.sharding.trees import Copied, cast_floating, return_additions
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.unit import Unit
 
-__all__ = ["cast_floating", "eager", "register_hooks"]
+__all__ = ["eager", "register_hooks"]
 
 
 def register_hooks(unit: Unit) -> list[RemovableHandle]:
@@ -33,8 +33,10 @@ def register_hooks(unit: Unit) -> list[RemovableHandle]:
     add(module.register_forward_hook(partial(eager, unit.post_forward), always_call=True))
     policy = unit.root.precision
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = partial(_cast_inputs, policy.param_dtype)
+        calls: list[list[Copied]] = []  # that have not ended
+        cast = partial(_cast_inputs, policy.param_dtype, calls)
         add(module.register_forward_pre_hook(cast, with_kwargs=True))
+        add(module.register_forward_hook(partial(_end_call, calls), always_call=True))
     if policy.output_dtype is not None and unit.fqn == "<root>":
         add(module.register_forward_hook(partial(_cast_outputs, policy.output_dtype)))
     inner: dict[nn.Module, list[OriginalParameter]] = {}
@@ -63,16 +65,20 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 eager: Callable[..., Any] = torch.compiler.disable(_call)
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` (any tree) with its floating-point tensors in ``dtype``."""
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
-
-
-def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    cast: tuple[Any, Any] = cast_floating((args, kwargs), dtype)
+def _cast_inputs(
+    dtype: torch.dtype, calls: list[list[Copied]], _: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    if torch.compiler.is_compiling():
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+    copied: list[Copied] = []
+    cast = cast_floating(args, dtype, copied), cast_floating(kwargs, dtype, copied)
+    calls.append(copied)
     return cast
+
+
+def _end_call(calls: list[list[Copied]], _: nn.Module, _args: Any, _output: Any) -> None:
+    if calls:  # not where another pre-hook raised before ours ran
+        return_additions(calls.pop())
 
 
 def _cast_outputs(dtype: torch.dtype, _: nn.Module, _args: Any, outputs: Any) -> Any:

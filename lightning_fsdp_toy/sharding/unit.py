@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
+from lightning_fsdp_toy.sharding.trees import map_tensors
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.collectives import Work
@@ -161,13 +162,10 @@ class Unit:
         return output
 
     def _without_views(self, output: Any) -> Any:
-        if not any(self._is_view(leaf) for leaf in tree_leaves(output)):
-            return output
-        return tree_map(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
+        return map_tensors(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
 
-    def _is_view(self, leaf: Any) -> bool:
-        is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        return is_plain and self.root.saved.is_view(leaf)
+    def _is_view(self, leaf: Tensor) -> bool:
+        return leaf.layout is torch.strided and self.root.saved.is_view(leaf)
 
     def _show_masters(self) -> None:
         """Show what an ``unsharded`` block showed before a forward call inside it."""
