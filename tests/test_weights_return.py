@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -438,6 +439,27 @@ class _Position(nn.Module):
 
     def forward(self, x):
         return self.weight[:, : x.shape[1]]
+
+
+def _graph_without_backward():
+    class Saving(Stack):
+        def forward(self, x):
+            hidden = torch.sigmoid(self.inp(x).exp())  # each saves its output
+            self.hidden = weakref.ref(hidden)
+            return self.head(hidden)
+
+    model = fully_shard(Saving())
+    output = model(torch.ones(2, 5))
+    del output
+    assert model.hidden() is None
+    x = torch.ones(2, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.inp.register_forward_hook(lambda _module, _args, out: out.exp_().add_(1))
+        model(x).sum().backward()
+
+
+def test_activations_go_with_a_graph_that_sees_no_backward():
+    run_ranks(_graph_without_backward, 2)
 
 
 @dataclasses.dataclass

@@ -131,6 +131,8 @@ class SavedTensors:
         if self._outer is not None:
             pack, unpack = self._outer
             return _Foreign(unpack, pack(tensor))
+        if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
+            tensor = tensor.detach()
         return _Saved(tensor, tensor._version) if tensor.layout is torch.strided else tensor
 
     def unpack(self, packed: Any) -> Tensor:
