@@ -462,6 +462,30 @@ def test_activations_go_with_a_graph_that_sees_no_backward():
     run_ranks(_graph_without_backward, 2)
 
 
+def _two_forwards_with_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    rank = dist.get_rank()
+    x = torch.randn(2, 2, 4, 5, generator=torch.Generator().manual_seed(3))
+    (model(x[rank, 0]).sum() + model(x[rank, 1]).square().sum()).backward()
+    for each in x:
+        ((reference(each[0]).sum() + reference(each[1]).square().sum()) / 2).backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
+    model(x[rank, 0])
+    model.eval()
+    model(x[0, 0])
+    means = [torch.empty(7) for _ in range(2)]
+    dist.all_gather(means, model[1].running_mean)
+    assert torch.equal(*means)
+
+
+def test_two_forwards_of_batch_norms_before_one_backward():  # C40, C52
+    run_ranks(_two_forwards_with_batch_norm, 2)
+
+
 @dataclasses.dataclass
 class _Result:
     y: torch.Tensor

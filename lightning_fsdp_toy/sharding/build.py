@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_fsdp_toy.sharding.collectives import Transport
@@ -19,6 +20,7 @@ __all__ = [
     "build_units",
     "cast_buffers",
     "nesting_of",
+    "shared_buffers",
 ]
 
 
@@ -233,6 +235,21 @@ def nesting_of(root: nn.Module, units: list[nn.Module]) -> int:
         return int(id(module) in chosen) + max(inner, default=0)
 
     return depth(root, frozenset())
+
+
+def shared_buffers(root: nn.Module) -> list[Tensor]:
+    """Return what ``broadcast_buffers`` is to overwrite between forwards, as modules hold it now.
+
+    Statistics of batch norms come with versions of their own: a forward that waits for its backward
+    has saved them, but batch norm itself changes them in the next without counting it as a change.
+    """
+    found: dict[int, Tensor] = {}
+    for module in root.modules():
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                is_statistic = isinstance(module, _NormBase)
+                found.setdefault(id(buffer), buffer.data if is_statistic else buffer)
+    return list(found.values())
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from lightning_fsdp_toy.sharding.build import (
     build_units,
     cast_buffers,
     nesting_of,
+    shared_buffers,
 )
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.passes import ForwardPass
@@ -201,8 +202,7 @@ class RootState:
         one and before saving, so that all ranks evaluate (and save) the same model.
         """
         if may_have_changed or self._buffers_drift:
-            # Looked up anew: modules may have put other tensors there (`self.mean = ...`).
-            broadcast_buffers(list(self.module.buffers()), self.mesh.world)
+            broadcast_buffers(shared_buffers(self.module), self.mesh.world)
         self._buffers_drift = may_have_changed
 
     def exit_forward(self) -> None:
