@@ -174,6 +174,23 @@ def test_hooks_registered_after_sharding_are_called():
     run_ranks(_hooks_after_sharding, 2)
 
 
+def _module_added_later():
+    model = fully_shard(Stack())
+    model.add_module("teacher", nn.Linear(5, 3))
+    model(torch.ones(2, 5)).sum().backward()  # it gets no gradient
+    model.head = nn.Linear(7, 3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"`head\..*`, which was added to the model"):
+            model(torch.ones(2, 5)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_parameters_added_after_sharding_are_refused(world_size):
+    run_ranks(_module_added_later, world_size)
+
+
 def _frozen_inside_forward():
     class Toggling(Stack):
         def forward(self, x):

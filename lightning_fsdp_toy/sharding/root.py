@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from lightning_fsdp_toy.sharding.saved import SavedTensors
 from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from lightning_fsdp_toy.sharding.faces import OriginalParameter
     from lightning_fsdp_toy.sharding.ledger import Ledger
     from lightning_fsdp_toy.sharding.mesh import RankMesh
@@ -94,6 +97,8 @@ class RootState:
         self.replaced_methods: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self.kept: list[dict[FlatParameter, Tensor]] = []  # `writeback=False` blocks put it back
         self.has_warned = False  # about a state dict of pieces
+        self._known = {id(p) for o in self.originals() for p in (o.sharded, o.unsharded)}
+        self.added_hooks: dict[int, RemovableHandle] = {}  # on parameters that came later
         module.__dict__["_fsdp_root"] = self
 
     def _make_units(self) -> dict[nn.Module, int]:
@@ -147,10 +152,23 @@ class RootState:
             self._stands_in = False
             self.residency.begin_forward()
             is_training = self.module.training and torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self._watch_added()
             self.sync_buffers(may_have_changed=is_training)
             self.current_pass = None
             self._hooks = self.saved.hooks()
             self._hooks.__enter__()
+
+    def _watch_added(self) -> None:
+        """Refuse gradients of parameters that were put into the model after sharding.
+
+        Nobody reduces them: every rank would go its own way.
+        """
+        for name, param in self.module.named_parameters():
+            handle = self.added_hooks.get(id(param))
+            is_watched = handle is not None and handle.id in (param._backward_hooks or ())
+            if id(param) not in self._known and param.requires_grad and not is_watched:
+                self.added_hooks[id(param)] = param.register_hook(partial(_refuse_added, name))
 
     def note_stand_in(self) -> None:
         """The call that began is of a module inside a unit, maybe in a method of the unit's."""
@@ -299,6 +317,14 @@ class RootState:
         # A module compiled after sharding has a wrapper that nobody knows around it.
         units = (self._unit_of.get(id(sub)) for sub in module.modules())
         return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _refuse_added(name: str, _grad: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"A gradient flows into parameter `{name}`, which was added to the model after sharding: "
+        f"it is in no unit, and nobody reduces its gradient. Add modules and parameters before "
+        f"sharding (under Lightning, in `__init__` or `configure_model`)."
+    )
 
 
 def _is_recursive(module: nn.Module) -> bool:

@@ -161,6 +161,8 @@ def restore(root: RootState) -> None:
         for module, name in original.homes:
             module._parameters[name] = param
     take_back_fp32_vectors(root.module)
+    for handle in root.added_hooks.values():
+        handle.remove()
     for unit in root.units:
         unit.remove_hooks()
     for (module, name), dtype in root.buffer_dtypes.items():
