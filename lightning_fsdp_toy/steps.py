@@ -102,12 +102,6 @@ class ShardedSteps(ParallelStrategy):
         self.root.refresh_open_root()
         return loss
 
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self.root.refresh_open_root()
-        return result
-
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
     """Return ``data`` with its floating-point tensors, in any collection, in ``dtype``."""

@@ -58,7 +58,7 @@ from lightning_fsdp_toy.sharding.fp32_vectors import (
     take_back_fp32_vectors,
 )
 from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
-from lightning_fsdp_toy.sharding.optim import check_optimizer, whole_shapes_for
+from lightning_fsdp_toy.sharding.optim import check_optimizer, tell_of_steps, whole_shapes_for
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
@@ -280,6 +280,7 @@ class ToyFSDPStrategy(
             optimizers += self.optimizers
         for optimizer in self.optimizers:
             check_optimizer(self.root, optimizer, self.allow_optimizers)
+            tell_of_steps(self.root, optimizer)
 
     @override
     def model_to_device(self) -> None:

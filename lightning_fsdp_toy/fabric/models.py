@@ -21,7 +21,7 @@ from lightning_fsdp_toy.sharding.activation_checkpointing import apply_activatio
 from lightning_fsdp_toy.sharding.adopt import adopt_optimizers
 from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
 from lightning_fsdp_toy.sharding.norm import grad_norm
-from lightning_fsdp_toy.sharding.optim import check_optimizer
+from lightning_fsdp_toy.sharding.optim import check_optimizer, tell_of_steps
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 from lightning_fsdp_toy.sharding.state_dict import shard_optimizer_state
@@ -113,15 +113,9 @@ class ShardedModels(ParallelStrategy):
                 f"build it for `model.parameters()` after `model = fabric.setup_module(model)`."
             )
         check_optimizer(root, optimizer, self.allow_optimizers)
+        tell_of_steps(root, optimizer)  # a LightningModule may step inside `training_step`
         optimizer.register_load_state_dict_pre_hook(_CutWholeState(root))
         return optimizer
-
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, **kwargs)
-        for root in self._live_roots():  # a LightningModule may step inside `training_step`
-            root.refresh_open_root()
-        return result
 
     @override
     def clip_gradients_norm(

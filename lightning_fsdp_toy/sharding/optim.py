@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "build_optimizer",
     "check_optimizer",
     "clip_grad_norm_",
+    "tell_of_steps",
     "whole_shapes_for",
 ]
 
@@ -142,6 +144,18 @@ def check_optimizer(
                     f"that is not a sharded parameter of the model. Build optimizers after "
                     f"sharding (under Lightning: in `configure_optimizers`)."
                 )
+
+
+def tell_of_steps(root: RootState, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``root`` know of every step of ``optimizer``, however it is called."""
+    ref = weakref.ref(root)
+
+    def stepped(*_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.note_step()
+
+    optimizer.register_step_post_hook(stepped)
 
 
 @torch.no_grad()

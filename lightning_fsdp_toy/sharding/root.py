@@ -213,6 +213,15 @@ class RootState:
                 unit.reshard()
             unit.unshard()
 
+    def note_step(self) -> None:
+        """An optimizer has stepped: inside an open forward scope, gathered weights are old now."""
+        if self.root_unit.num_active > 0:
+            self.residency.boundary()
+            for unit in self.units:
+                if unit.num_active == unit.num_pins == 0 and not unit.is_sharded:
+                    unit.reshard()
+            self.refresh_open_root()
+
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
 
