@@ -441,6 +441,56 @@ class _Position(nn.Module):
         return self.weight[:, : x.shape[1]]
 
 
+class _HooksInside(Stack):
+    """Its blocks run under saved-tensor hooks of its own, and return what gets no output hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda _module, _args, out: Hidden(out))
+
+    def forward(self, x):
+        x = self.inp(x)
+        hooks = saved_tensors_hooks(lambda t: self.seen.append(t.shape) or t.numpy(), _to_tensor)
+        for block in self.blocks:
+            with hooks:
+                x = block(x).value
+        return self.head(x)
+
+
+class Hidden:
+    def __init__(self, value):
+        self.value = value
+
+
+def _to_tensor(array):
+    return torch.from_numpy(array)
+
+
+def _hooks_inside(options):
+    torch.manual_seed(0)
+    model, plain = _HooksInside(), Stack()
+    plain.load_state_dict(model.state_dict())
+    root = get_root(fully_shard(model, **options))
+    for seed in range(2):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        assert root.memory.unsharded_bytes == 0
+    for fqn, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, plain.get_parameter(fqn).grad)
+    weights = {shape for p in plain.parameters() for shape in (p.shape, p.t().shape)}
+    assert model.seen and not weights & set(model.seen)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_prefetch": 0}, {"auto_wrap_policy": [Block]}], ids=str
+)
+def test_saved_tensor_hooks_around_units_see_all_but_weights(options):
+    run_ranks(_hooks_inside, 2, options)
+
+
 def _graph_without_backward():
     class Saving(Stack):
         def forward(self, x):

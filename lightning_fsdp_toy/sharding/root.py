@@ -81,7 +81,7 @@ class RootState:
         self.num_scopes = 0  # those that are `with` blocks, which end whatever happens
         self.saved = SavedTensors(self)
         self.backward = Backward(self)
-        self._hooks: AbstractContextManager[Any] | None = None  # while depth > 0
+        self._hooks: list[AbstractContextManager[None]] = []  # of nested forward calls
         self._stands_in = False  # the outermost call is of a module inside a unit
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
@@ -156,8 +156,9 @@ class RootState:
                 self._watch_added()
             self.sync_buffers(may_have_changed=is_training)
             self.current_pass = None
-            self._hooks = self.saved.hooks()
-            self._hooks.__enter__()
+        if torch._C._current_graph_task_id() == -1:
+            self._hooks.append(self.saved.hooks())
+            self._hooks[-1].__enter__()
 
     def _watch_added(self) -> None:
         """Refuse gradients of parameters that were put into the model after sharding.
@@ -184,7 +185,7 @@ class RootState:
     @property
     def is_in_forward(self) -> bool:
         """Whether some unit's forward call runs, so that saved tensors are packed."""
-        return self._hooks is not None
+        return bool(self._hooks)
 
     @contextmanager
     def forward_scope(self, unit: Unit) -> Iterator[list[Any]]:
@@ -235,9 +236,10 @@ class RootState:
     def exit_forward(self) -> None:
         """A forward call of some unit has ended, in whatever way."""
         self._depth -= 1
-        if self._depth == 0 and self._hooks is not None:
-            hooks, self._hooks = self._hooks, None
-            hooks.__exit__(None, None, None)
+        was_in_forward = self.is_in_forward
+        while len(self._hooks) > self._depth:
+            self._hooks.pop().__exit__(None, None, None)
+        if self._depth == 0 and was_in_forward:
             self.residency.end_forward()
             for unit in self.units if not self._stands_in else ():
                 unit.hide()

@@ -10,8 +10,9 @@ Note: getting weights back
     the early trigger, so that units that save no weights behave like the others.
 
 Note: hooks of the user
-    Autograd asks the innermost saved-tensor hooks only. Hooks around the sharded module's call
-    (``save_on_cpu``) are therefore asked from here, for everything that is not a view of a weight.
+    Autograd asks the innermost saved-tensor hooks only. Hooks around the sharded module's call, or
+    around a unit's inside it (``save_on_cpu``), are therefore asked from here, for everything that
+    is not a view of a weight.
     Those of ``torch.utils.checkpoint`` are left in charge: they run forward again.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["SavedTensors"]
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 
 
 class _Handle(NamedTuple):
@@ -80,14 +84,16 @@ class SavedTensors:
         self.root = root
         # By the memory address of each unsharded buffer.
         self._by_ptr: dict[int, tuple[Unit, FlatParameter, GatheredBuffer]] = {}
-        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward runs (see the note on hooks of the user)."""
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if self._outer is not None and _is_of_checkpoint(self._outer[0]):
+        """Return the context in which a forward of the root or of a unit runs (see the note)."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and (self._is_own(outer[0]) or _is_of_checkpoint(outer[0])):
             return nullcontext()
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return saved_tensors_hooks(partial(self.pack, outer), self.unpack)
+
+    def _is_own(self, pack: Callable[[Tensor], Any]) -> bool:
+        return isinstance(pack, partial) and pack.func == self.pack
 
     def add(self, unit: Unit, flat: FlatParameter, buffer: GatheredBuffer) -> None:
         """A buffer has memory now."""
@@ -105,12 +111,12 @@ class SavedTensors:
         """Whether a tensor lies in a unit's buffer."""
         return bool(self._by_ptr) and tensor.untyped_storage().data_ptr() in self._by_ptr
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Replace a view of a unit's buffer by a handle; keep any other tensor."""
+    def pack(self, outer: _Hooks | None, tensor: Tensor) -> Any:
+        """Replace a view of a unit's buffer by a handle; give others to ``outer``, or keep them."""
         is_strided = tensor.layout is torch.strided
         found = self._by_ptr.get(tensor.untyped_storage().data_ptr()) if is_strided else None
         if found is None:
-            return self._pack_other(tensor)
+            return _pack_other(outer, tensor)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
         return _Handle(
@@ -126,14 +132,6 @@ class SavedTensors:
             original,
             original.sharded._version,
         )
-
-    def _pack_other(self, tensor: Tensor) -> Any:
-        if self._outer is not None:
-            pack, unpack = self._outer
-            return _Foreign(unpack, pack(tensor))
-        if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
-            tensor = tensor.detach()
-        return _Saved(tensor, tensor._version) if tensor.layout is torch.strided else tensor
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor again, unsharding its unit if it was a view of one."""
@@ -181,6 +179,15 @@ class SavedTensors:
         if handle.dtype != whole.dtype:
             whole = whole.view(handle.dtype)
         return whole.as_strided(handle.size, handle.stride, handle.offset)
+
+
+def _pack_other(outer: _Hooks | None, tensor: Tensor) -> Any:
+    if outer is not None:
+        pack, unpack = outer
+        return _Foreign(unpack, pack(tensor))
+    if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
+        tensor = tensor.detach()
+    return _Saved(tensor, tensor._version) if tensor.layout is torch.strided else tensor
 
 
 def _is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
