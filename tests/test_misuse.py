@@ -239,6 +239,27 @@ def _backward_after_a_failed_one():
     assert all(grad is not None for grad in full_gradients(model).values())
 
 
+def _cleared_after_a_failed_backward():
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    model(_x()).sum().backward()
+    handle = model.inp.register_full_backward_hook(lambda *_: {}["fails"])
+    with pytest.raises(KeyError):
+        model(_x()).sum().backward()
+    handle.remove()
+    for param in model.parameters():  # as loops do that go on after an error
+        param.grad = None
+    model(torch.ones(2, 5)).sum().backward()
+    reference(torch.ones(2, 5)).sum().backward()
+    for name, grad in full_gradients(model).items():
+        assert torch.equal(grad, reference.get_parameter(name).grad), name
+
+
+def test_gradients_cleared_after_a_failed_backward_are_gone():
+    run_ranks(_cleared_after_a_failed_backward, 2)
+
+
 _calls = []
 
 

@@ -156,8 +156,15 @@ class Backward:
         for known in self.passes:
             self._add(known)
         end = _EndOfBackward(self)
-        self._end_ref = weakref.ref(end)  # the engine holds it as long as this backward runs
+        # The engine holds it as long as this backward runs.
+        self._end_ref = weakref.ref(end, self._note_gone)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _note_gone(self, ref: weakref.ref[_EndOfBackward]) -> None:
+        """Let the modules show pieces again, with their gradients, after a backward that raised."""
+        if self.is_running and ref is self._end_ref and not self.root.is_in_forward:
+            for unit in self.root.units:
+                unit.hide()
 
     def _add(self, calls: ForwardPass | KnownPass) -> None:
         """Expect the units of a pass."""
