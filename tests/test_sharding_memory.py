@@ -30,15 +30,21 @@ def live_bytes(above: int = ACTIVATION_BYTES) -> int:
 
 
 def _live_bytes_over_a_step(optimizer, options):
-    """Live bytes at five points of the third step of six equal blocks, and counted peaks."""
+    """Live bytes at points of the third step of six equal blocks, and counted peaks."""
     gc.collect()
     gc.freeze()  # what was imported is not looked at again
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
     x = torch.randn(1, WIDTH)
+    seen = {}
+
+    def look(_grad):  # backward is through block 3 and about to begin block 2
+        seen["mid_backward"] = live_bytes()
+
+    # Before sharding: of the hooks on its output this one runs first.
+    model[2].register_forward_hook(lambda _m, _a, output: output.register_hook(look) and None)
     fully_shard(model, **options)
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
     opt = make(model.parameters(), lr=0.1)
-    seen = {}
     model[3].register_forward_pre_hook(lambda *_: seen.update(mid_forward=live_bytes()))
     for _ in range(3):  # the order of units is known and the optimizer has its state
         get_root(model).memory.reset_peak()
@@ -49,8 +55,9 @@ def _live_bytes_over_a_step(optimizer, options):
         del loss
         seen["end_of_backward"] = live_bytes()
         opt.step()
-        opt.zero_grad()
         seen["after_step"] = live_bytes()
+        opt.zero_grad()
+        seen["after_zero_grad"] = live_bytes()
     memory = get_root(model).memory
     return seen | {"unsharded_peak": memory.unsharded_peak_bytes, "peak": memory.peak_bytes}
 
@@ -65,22 +72,29 @@ def formulas(num_shards, optimizer, options):
     u = WIDTH * WIDTH
     p, n = NUM_BLOCKS * u, num_shards
     rest = p * (b_m + o) // n
-    if strategy == "NO_SHARD" and b_c == b_m:
-        return {"rest": rest, "end_of_backward": rest + p * b_g, "unsharded_peak": 0}
     keeps_all = strategy in ("SHARD_GRAD_OP", "NO_SHARD")
-    m = 1 if k else 0
-    scratch = u * b_r * (n - 1) // n
-    # Backward through the second unit from the end of all: its weights and the next ones, the
-    # reduction of the one before and its own gradients; the gradient shards so far.
-    in_backward = (1 + k) * u * b_c + (1 + m) * u * b_r + scratch
-    return {
+    is_gathered = strategy != "NO_SHARD" or b_c != b_m  # else the shard is the whole
+    m = 1 if k else 0  # reductions that travel while the next unit computes
+    num_peers = {"NO_SHARD": 3, "HYBRID_SHARD": 1}.get(strategy, n - 1)
+    scratch = u * b_r * num_peers // (num_peers + 1)  # what the peers send
+    scratch += u * b_r // n if strategy == "HYBRID_SHARD" else 0  # the sum of one shard group
+    # In the middle of backward: block 4's gradients travel, block 3's have been collected; weights
+    # of block 3 and of the k (or all) that come next; gradient shards of blocks 4 and 5.
+    reducing = (1 + m) * u * b_r + m * scratch
+    gathered = (4 if keeps_all else 1 + k) * u * b_c * is_gathered
+    expected = {
         "rest": rest,
-        "mid_forward": rest + (4 if keeps_all else 1 + k) * u * b_c + keeps_all * k * u * b_c,
-        "end_of_forward": rest + (NUM_BLOCKS if keeps_all else 1) * u * b_c,
+        "mid_forward": rest + ((4 + k if keeps_all else 1 + k) * u * b_c) * is_gathered,
+        "end_of_forward": rest + (NUM_BLOCKS if keeps_all else 1) * u * b_c * is_gathered,
+        "mid_backward": rest + gathered + reducing + 2 * u * b_g // n,
         "end_of_backward": rest + p * b_g // n,
-        "after_step": rest,
-        "unsharded_peak": (NUM_BLOCKS if keeps_all else 1 + k) * u * b_c,
-    } | ({} if keeps_all else {"peak_at_most": p * (b_m + b_g) // n + in_backward})
+        "after_step": rest + p * b_g // n,
+        "after_zero_grad": rest,
+        "unsharded_peak": (NUM_BLOCKS if keeps_all else 1 + k) * u * b_c * is_gathered,
+    }
+    if not keeps_all:
+        expected["peak_at_most"] = p * (b_m + b_g) // n + gathered + reducing
+    return expected
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
