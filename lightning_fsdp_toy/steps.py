@@ -98,9 +98,7 @@ class ShardedSteps(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.root.show_gathered()  # recomputation may come first and read weights directly
-        loss = super().backward(closure_loss, *args, **kwargs)
-        self.root.refresh_open_root()
-        return loss
+        return super().backward(closure_loss, *args, **kwargs)
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:

@@ -38,9 +38,9 @@ class TwoSteps(LitStack):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit(strategy: Any, is_raw: bool, directory: Path) -> dict[str, Tensor]:
+def _fit(make: type[TwoSteps], strategy: Any, is_raw: bool, directory: Path) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = TwoSteps(is_raw)
+    module = make(is_raw)
     trainer = make_trainer(strategy, directory, use_distributed_sampler=False)
     trainer.fit(module, regression_data(16))
     if strategy == "auto":
@@ -51,7 +51,31 @@ def _fit(strategy: Any, is_raw: bool, directory: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("is_raw", [False, True], ids=["lightning", "raw"])
 @pytest.mark.parametrize("sharding_strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_step_makes_gathered_weights_old(tmp_path, sharding_strategy, is_raw):
-    (expected,) = run_ranks(_fit, 1, "auto", is_raw, tmp_path)
+    (expected,) = run_ranks(_fit, 1, TwoSteps, "auto", is_raw, tmp_path)
     strategy = ToyFSDPStrategy(sharding_strategy=sharding_strategy)
-    for weights in run_ranks(_fit, 2, strategy, is_raw, tmp_path):
+    for weights in run_ranks(_fit, 2, TwoSteps, strategy, is_raw, tmp_path):
+        assert_equal(weights, expected)
+
+
+class ScalesGradients(TwoSteps):
+    """Changes every gradient between backward and step, found by way of the module."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=not self.is_raw)
+        for _ in range(2):
+            loss = F.mse_loss(self.net(batch[0]) * self.scale, batch[1])
+            self.manual_backward(loss)
+            for param in self.parameters():
+                assert param.grad is not None
+                param.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_raw", [False, True], ids=["lightning", "raw"])
+@pytest.mark.parametrize("sharding_strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_modules_show_gradients_between_backward_and_step(tmp_path, sharding_strategy, is_raw):
+    (expected,) = run_ranks(_fit, 1, ScalesGradients, "auto", is_raw, tmp_path)
+    strategy = ToyFSDPStrategy(sharding_strategy=sharding_strategy)
+    for weights in run_ranks(_fit, 2, ScalesGradients, strategy, is_raw, tmp_path):
         assert_equal(weights, expected)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_fsdp_toy.sharding import (
+    build_optimizer,
     full_state_dict,
     fully_shard,
     get_root,
@@ -172,6 +173,29 @@ def _hooks_after_sharding():
 
 def test_hooks_registered_after_sharding_are_called():
     run_ranks(_hooks_after_sharding, 2)
+
+
+def _hooks_while_building():
+    model = Stack()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    calls = []
+
+    def make(module):
+        module.inp.weight.register_hook(lambda grad: 3 * grad)
+        module.inp.weight.register_post_accumulate_grad_hook(calls.append)
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    build_optimizer(model, make)
+    make(reference)
+    for module in (model, reference):
+        module(torch.ones(2, 5)).sum().backward()
+    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
+    assert [id(param) for param in calls] == [id(model.inp.weight), id(reference.inp.weight)]
+
+
+def test_hooks_registered_where_the_optimizer_is_built_are_called():
+    run_ranks(_hooks_while_building, 2)
 
 
 def _module_added_later():

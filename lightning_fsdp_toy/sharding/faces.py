@@ -104,6 +104,13 @@ class OriginalParameter:
         for face in (self.sharded, self.unsharded):
             face.requires_grad_(self._is_trainable)
 
+    def take_hooks(self, param: nn.Parameter) -> None:
+        """Take over the hooks of a parameter that stood in for this one for a while."""
+        for hook in _hooks_of(param).values():
+            self.sharded.register_hook(hook)
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            self.sharded.register_post_accumulate_grad_hook(hook)
+
     @property
     def can_train(self) -> bool:
         """Whether its dtype has gradients."""

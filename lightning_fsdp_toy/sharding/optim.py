@@ -96,6 +96,7 @@ def whole_shapes_for(root: RootState, optimizers: list[torch.optim.Optimizer]) -
         original.sharded.__dict__.update(param.__dict__)
         original.sharded.requires_grad_(param.requires_grad)
         original.sync_requires_grad()
+        original.take_hooks(param)
     for optimizer in optimizers:
         give_shards(optimizer, faces)
 

@@ -201,27 +201,23 @@ class RootState:
         finally:
             self.num_scopes -= 1
 
-    def refresh_open_root(self) -> None:
-        """Show the root unit's current weights where its forward scope is still open.
-
-        Under manual optimization backward and optimizer steps happen inside ``training_step``,
-        which may then use the LightningModule's own parameters again.
-        """
-        unit = self.root_unit
-        if unit.num_active > 0 and torch._C._current_graph_task_id() == -1:
-            self.residency.boundary()
-            if not unit.is_sharded and unit.num_pins == 0:
-                unit.reshard()
-            unit.unshard()
-
     def note_step(self) -> None:
-        """An optimizer has stepped: inside an open forward scope, gathered weights are old now."""
-        if self.root_unit.num_active > 0:
-            self.residency.boundary()
-            for unit in self.units:
-                if unit.num_active == unit.num_pins == 0 and not unit.is_sharded:
-                    unit.reshard()
-            self.refresh_open_root()
+        """An optimizer has stepped: inside an open forward scope, gathered weights are old now.
+
+        Under manual optimization backward and optimizer steps happen inside ``training_step``.
+        Between the two, modules show the pieces that hold the gradients, also for the root unit;
+        after the step it is shown whole again, for parameters of the LightningModule itself.
+        """
+        if self.root_unit.num_active == 0:
+            return
+        self.residency.boundary()
+        is_backward = torch._C._current_graph_task_id() != -1
+        for unit in self.units:
+            is_idle = unit.num_active == 0 or (unit is self.root_unit and not is_backward)
+            if is_idle and unit.num_pins == 0 and not unit.is_sharded:
+                unit.reshard()
+        if not is_backward:
+            self.root_unit.unshard()
 
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
