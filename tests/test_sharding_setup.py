@@ -2,6 +2,7 @@
 
 import copy
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -331,3 +332,19 @@ def test_boxes_cover_a_range_in_order(shape):
                 assert block.reshape(-1)[0] == box.start
                 covered += block.reshape(-1).tolist()
             assert covered == list(range(start, stop))
+
+
+def _process_bytes_of_setup():
+    process, num_blocks, width = psutil.Process(), 24, 1024
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_blocks)))
+    before = process.memory_info().rss
+    fully_shard(model, device="cpu")
+    grown = process.memory_info().rss - before
+    return grown / (4 * num_blocks * width * width), get_root(model).memory.shards_bytes
+
+
+def test_a_model_on_the_meta_device_takes_little_memory_of_the_process():
+    for share, shards_bytes in run_ranks(_process_bytes_of_setup, 4):
+        assert shards_bytes == 24 * 2**20
+        assert share < 0.4  # a quarter and a unit or two; over a half while the heap kept units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from lightning_fsdp_toy.sharding.collectives import Transport, Work
 
-__all__ = ["GatheredBuffer", "MemoryCounter", "num_bytes"]
+__all__ = ["GatheredBuffer", "MemoryCounter", "give_back_freed_memory", "num_bytes"]
+
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -144,6 +147,17 @@ class GatheredBuffer:
             self.transport.release_(self.tensor)
             self.memory.add("unsharded_bytes", -num_bytes(self.tensor))
             self._has_memory = False
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library give the kernel what was freed between blocks that are still in use.
+
+    glibc keeps it otherwise, and a process that never holds more than a unit beside its shards
+    grows to the size of the whole model. Nothing where there is no such call.
+    """
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def num_bytes(tensor: Tensor) -> int:

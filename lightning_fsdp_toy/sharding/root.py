@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.backward import Backward
-from lightning_fsdp_toy.sharding.buffers import MemoryCounter
+from lightning_fsdp_toy.sharding.buffers import MemoryCounter, give_back_freed_memory
 from lightning_fsdp_toy.sharding.build import (
     broadcast_buffers,
     build_units,
@@ -121,6 +121,7 @@ class RootState:
                 for name, members in plan.take_members(self.device, mesh.world)
             ]
             self.units.append(Unit(plan.module, plan.fqn or "<root>", flats, self))
+            give_back_freed_memory()  # of the whole unit that was here
         return unit_index
 
     @property
