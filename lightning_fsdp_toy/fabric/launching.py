@@ -11,6 +11,8 @@ from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessi
 from lightning.fabric.utilities import move_data_to_device
 from typing_extensions import override
 
+from lightning_fsdp_toy.spawning import run_processes
+
 __all__ = ["FabricLauncher"]
 
 
@@ -19,12 +21,12 @@ class FabricLauncher(_MultiProcessingLauncher):
 
     Fabric sends what rank 0's function returns as handles to shared memory. A rank that has ended
     no longer gives its memory away, so a returned tensor is lost with a ``FileNotFoundError``. Here
-    the bytes are sent.
+    the bytes are sent. Ranks that end without a result are noticed (see the note in ``spawning``).
     """
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return pickle.loads(super().launch(_ByValue(function), *args, **kwargs))
+        return pickle.loads(run_processes(self, _ByValue(function), args, kwargs))
 
 
 class _ByValue:
