@@ -46,6 +46,11 @@ def sharding_options(
         ValueError: an argument is out of its range.
         TypeError: it is of the wrong kind.
     """
+    reentrant = strategy.activation_checkpointing_reentrant
+    if not isinstance(reentrant, bool):
+        raise TypeError(
+            f"`activation_checkpointing_reentrant`: expected true or false, got {reentrant!r}."
+        )
     return ShardingOptions(
         auto_wrap_policy=strategy.auto_wrap_policy,
         sharding_strategy=strategy.sharding_strategy,

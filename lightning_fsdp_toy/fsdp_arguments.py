@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
+from lightning_fsdp_toy.sharding import SHARDING_STRATEGIES
+from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy, check_policy
 
 __all__ = [
     "check_timeout",
@@ -30,13 +37,16 @@ __all__ = [
     "strategy_name",
 ]
 
-# What `FullyShardedDataParallel` takes: the value that is always so here, and what to do instead.
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # what None means, as for a process group
+
+# What `FullyShardedDataParallel` takes: the value that is always so here or asks for nothing, and
+# what to do instead of another.
 _FSDP_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "use_orig_params": (True, "parameters always keep their names and groups"),
     "sync_module_states": (True, "rank 0's values always win"),
     "limit_all_gathers": (True, "use `num_prefetch`, which bounds what is gathered"),
-    "forward_prefetch": (None, "use `num_prefetch`"),
-    "backward_prefetch": (None, "use `num_prefetch`"),
+    "forward_prefetch": (False, "use `num_prefetch`"),
+    "backward_prefetch": (BackwardPrefetch.BACKWARD_PRE, "use `num_prefetch`"),
     "param_init_fn": (None, "a module on the meta device is initialised by `reset_parameters()`"),
     "ignored_modules": (None, "every parameter is sharded; register constants as buffers"),
     "ignored_states": (None, "every parameter is sharded; register constants as buffers"),
@@ -59,9 +69,14 @@ def refuse_arguments(given: dict[str, Any], strategy: type, base: type) -> None:
         TypeError: neither class knows it; names what comes near.
     """
     for name, (always, instead) in _FSDP_ARGUMENTS.items():
-        if name in given and (value := given.pop(name)) not in (always, None):
+        if name not in given:
+            continue
+        value = given.pop(name)
+        is_empty = isinstance(value, list | tuple | set | frozenset) and not value
+        if value is not None and not is_empty and value != always:
+            shown = " ".join(repr(value).split())  # on one line, also if it holds tensors
             raise ValueError(
-                f"`{name}={value!r}` is not supported by {strategy.__name__}: {instead}."
+                f"`{name}={shown}` is not supported by {strategy.__name__}: {instead}."
             )
     own = [name for name in inspect.signature(strategy).parameters if name != "kwargs"]
     names = [*inspect.signature(base).parameters, *own]
@@ -88,21 +103,35 @@ def optimizer_classes(value: Any) -> tuple[type[torch.optim.Optimizer], ...]:
     return classes
 
 
-def check_timeout(value: Any) -> None:
-    """Refuse a ``timeout`` that the process group would only refuse in the ranks.
+def check_timeout(value: Any) -> timedelta:
+    """Return ``timeout``, 30 minutes for None; what the process group would refuse is refused here.
 
     Raises:
         ValueError: it is no time above 0.
     """
+    if value is None:
+        return DEFAULT_TIMEOUT
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ValueError(
             f"`timeout`: expected a timedelta above 0 such as timedelta(minutes=30), got {value!r}."
         )
+    return value
 
 
 def strategy_name(value: Any) -> Any:
-    """Return the name of a ``ShardingStrategy``; anything else as it is."""
-    return value.name if isinstance(value, ShardingStrategy) else value
+    """Return the name of a ``ShardingStrategy``, in capitals if given so or not; else as it is.
+
+    Raises:
+        ValueError: it is torch's only strategy that does not exist here.
+    """
+    name = value.name if isinstance(value, ShardingStrategy) else value
+    upper = name.upper() if isinstance(name, str) else name
+    if upper == ShardingStrategy._HYBRID_SHARD_ZERO2.name:
+        raise ValueError(
+            f"`sharding_strategy={name!r}` is not supported: weights do not stay whole between "
+            f"forward and backward in groups of ranks. Use 'HYBRID_SHARD'."
+        )
+    return upper if upper in SHARDING_STRATEGIES else name
 
 
 def is_offloading(value: Any) -> bool:
@@ -131,6 +160,14 @@ def precision_policy(value: Any) -> Any:
             "`mixed_precision.keep_low_precision_grads=True` is not supported: "
             "gradients have the dtype of the shards. Leave it out, or use precision='bf16-true'."
         )
+    ignored = set(value._module_classes_to_ignore)
+    if ignored not in (set(), {_BatchNorm}):
+        names = ", ".join(sorted(each.__name__ for each in ignored))
+        raise ValueError(
+            f"`mixed_precision._module_classes_to_ignore`: expected torch's default (_BatchNorm,) "
+            f"or (), got ({names}): all other modules have one policy. Leave it out, and cast in "
+            f"the forward of modules that need another dtype."
+        )
     return MixedPrecisionPolicy(
         param_dtype=value.param_dtype,
         # FSDP reduces in the parameters' dtype unless told otherwise.
@@ -156,8 +193,14 @@ def device_mesh_shape(value: Any) -> Any:
 
 
 def checkpointing_policy(policy: WrapPolicy, given: dict[str, Any]) -> WrapPolicy:
-    """Return the activation checkpointing policy, also from Lightning's older argument."""
+    """Return the activation checkpointing policy, also from Lightning's older argument.
+
+    Raises:
+        ValueError: both are given, or it is a string.
+        TypeError: it is of the wrong kind.
+    """
     classes = given.pop("activation_checkpointing", None)
+    check_policy(policy, "activation_checkpointing_policy")
     if classes is None:
         return policy
     if policy is not None:
@@ -165,4 +208,6 @@ def checkpointing_policy(policy: WrapPolicy, given: dict[str, Any]) -> WrapPolic
             "`activation_checkpointing` and `activation_checkpointing_policy` say the same: give "
             "the second."
         )
-    return list(classes) if isinstance(classes, list | tuple | set) else [classes]
+    policy = list(classes) if isinstance(classes, list | tuple | set) else [classes]
+    check_policy(policy, "activation_checkpointing")
+    return policy

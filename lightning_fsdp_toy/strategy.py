@@ -101,7 +101,7 @@ class ToyFSDPStrategy(
         transport: how bytes move: ``"native"`` collectives of the process group, ``"pairwise"``
             messages (gloo), or ``"auto"``: native on NCCL, pairwise on gloo.
         allow_optimizers: optimizer classes you vouch update every element on its own.
-        timeout: longest wait for another rank, in any collective.
+        timeout: longest wait for another rank, in any collective; None: 30 minutes.
         debug: log the units, compare every collective with the other ranks' before it starts, warn
             of gradients that never came. Slow.
         start_method: how a user's own script starts ranks: ``popen``, ``spawn``, ``fork`` or
@@ -131,7 +131,7 @@ class ToyFSDPStrategy(
         gradient_sync: Literal["every_micro_batch", "last_micro_batch"] = "every_micro_batch",
         transport: Literal["auto", "native", "pairwise"] = "auto",
         allow_optimizers: tuple[type[Optimizer], ...] = (),
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | None = timedelta(minutes=30),
         debug: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -141,7 +141,7 @@ class ToyFSDPStrategy(
             activation_checkpointing_policy, kwargs
         )
         refuse_arguments(kwargs, ToyFSDPStrategy, ParallelStrategy)
-        check_timeout(timeout)
+        self._timeout = check_timeout(timeout)
         super().__init__(**kwargs)
         sharding_strategy = strategy_name(sharding_strategy)
         check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
@@ -164,7 +164,6 @@ class ToyFSDPStrategy(
         self.allow_optimizers = optimizer_classes(allow_optimizers)
         self.num_nodes = 1
         sharding_options(self, self.mixed_precision, self.device_mesh)  # refused before ranks start
-        self._timeout = timeout
         self._start_method = start_method
         self._process_group_backend = process_group_backend
 

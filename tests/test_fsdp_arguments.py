@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -69,9 +71,29 @@ def test_torchs_own_objects_are_taken(cls):
         cls(cpu_offload="yes")
 
 
+@pytest.mark.parametrize("cls", [ToyFSDPStrategy, ToyFSDPFabricStrategy])
+def test_defaults_of_fsdp_and_arguments_that_ask_for_nothing_are_taken(cls):
+    strategy = cls(
+        timeout=None,
+        sharding_strategy="shard_grad_op",
+        forward_prefetch=False,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        ignored_modules=[],
+        ignored_states=(),
+        ignored_parameters=(),
+        mixed_precision=MixedPrecision(torch.bfloat16, _module_classes_to_ignore=()),
+    )
+    assert strategy._timeout == timedelta(minutes=30)
+    assert strategy.sharding_strategy == "SHARD_GRAD_OP"
+
+
 def test_what_torchs_mixed_precision_asks_for_beyond_dtypes_is_not_dropped():
     policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     with pytest.raises(ValueError, match=r"`mixed_precision.keep_low_precision_grads=.*Leave it"):
+        ToyFSDPStrategy(mixed_precision=policy)
+    policy = MixedPrecision(torch.bfloat16, _module_classes_to_ignore=(nn.LayerNorm,))
+    message = r"`mixed_precision._module_classes_to_ignore`: expected .*, got \(LayerNorm\)"
+    with pytest.raises(ValueError, match=message):
         ToyFSDPStrategy(mixed_precision=policy)
 
 
@@ -85,6 +107,21 @@ def test_what_torchs_mixed_precision_asks_for_beyond_dtypes_is_not_dropped():
         ({"allow_optimizers": "Muon"}, "(torch.optim.Adafactor,), got 'Muon'."),
         ({"timeout": 5}, "`timeout`: expected a timedelta above 0 such as timedelta(minutes=30)"),
         ({"debug": "false"}, "`debug`: expected true or false, got 'false'."),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "is not supported by {}: use `num"),
+        ({"ignored_states": [nn.Parameter(torch.ones(2, 2))]}, "is not supported by {}: every pa"),
+        ({"sharding_strategy": "_hybrid_shard_zero2"}, "Use 'HYBRID_SHARD'."),
+        ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, "Use 'HYBRID_SHARD'."),
+        ({"sharding_strategy": "some"}, "`sharding_strategy`: expected one of FULL_SHARD"),
+        (
+            {"activation_checkpointing_reentrant": "false"},
+            "`activation_checkpointing_reentrant`: expected true or false, got 'false'.",
+        ),
+        ({"auto_wrap_policy": "Block"}, "For one class name, write ['Block']."),
+        ({"auto_wrap_policy": 5}, "`auto_wrap_policy`: expected 'auto', None, classes, class nam"),
+        ({"auto_wrap_policy": nn.Linear}, "For one class, write [Linear]."),
+        ({"activation_checkpointing_policy": "Block"}, "`activation_checkpointing_policy`: expec"),
+        ({"activation_checkpointing_policy": [5]}, "expected module classes or class names, got 5"),
+        ({"activation_checkpointing": 5}, "`activation_checkpointing`: expected module classes or"),
     ],
 )
 @pytest.mark.parametrize("cls", [ToyFSDPStrategy, ToyFSDPFabricStrategy])

@@ -80,7 +80,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         num_prefetch: units gathered ahead of need; 0: no overlap.
         transport: ``"native"``, ``"pairwise"`` or ``"auto"``.
         allow_optimizers: optimizer classes you vouch update every element on its own.
-        timeout: longest wait for another rank, in any collective.
+        timeout: longest wait for another rank, in any collective; None: 30 minutes.
         debug: log the units, compare every collective with the other ranks', see ``fully_shard``.
         start_method: how ``fabric.launch`` starts ranks: ``popen``, ``spawn``, ``fork`` or
             ``forkserver``, as in ``DDPStrategy``.
@@ -106,7 +106,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         num_prefetch: int = 1,
         transport: str = "auto",
         allow_optimizers: tuple[type[Optimizer], ...] = (),
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | None = timedelta(minutes=30),
         debug: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -116,7 +116,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
             activation_checkpointing_policy, kwargs
         )
         refuse_arguments(kwargs, ToyFSDPFabricStrategy, ParallelStrategy)
-        check_timeout(timeout)
+        self._timeout = check_timeout(timeout)
         super().__init__(**kwargs)
         sharding_strategy = strategy_name(sharding_strategy)
         check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
@@ -137,7 +137,6 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         self.debug = debug
         self._num_nodes = 1
         self._options()  # refuses what no rank could run, before any starts
-        self._timeout = timeout
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._backward_sync_control = BackwardSync()

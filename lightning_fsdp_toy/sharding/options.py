@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy
+from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy, check_policy
 
 __all__ = ["SHARDING_STRATEGIES", "ShardingOptions", "check_device_mesh"]
 
@@ -31,6 +31,7 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no rank could run."""
+        check_policy(self.auto_wrap_policy)
         if self.sharding_strategy not in SHARDING_STRATEGIES:
             raise ValueError(
                 f"`sharding_strategy`: expected one of {', '.join(SHARDING_STRATEGIES)}, "

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import _Policy
 
 from lightning_fsdp_toy.sharding.names import named_units, unwrapped
 
-__all__ = ["MixedPrecisionPolicy", "WrapPolicy", "select_units"]
+__all__ = ["MixedPrecisionPolicy", "WrapPolicy", "check_policy", "select_units"]
 
 WrapPolicy = str | None | Iterable[type[nn.Module] | str] | Callable[..., bool] | _Policy
 
@@ -67,6 +67,38 @@ class MixedPrecisionPolicy:
             )
 
 
+def check_policy(policy: object, name: str = "auto_wrap_policy") -> None:
+    """Refuse what is no policy for any model; see ``select_units``.
+
+    Raises:
+        ValueError: it is a string other than ``"auto"``.
+        TypeError: it is of the wrong kind, or names something else than classes.
+    """
+    if isinstance(policy, str) and policy != "auto":
+        raise ValueError(
+            f"`{name}`: expected 'auto', None, classes, class names in a list or a "
+            f"callable, got {policy!r}. For one class name, write [{policy!r}]."
+        )
+    if isinstance(policy, type):
+        raise TypeError(
+            f"`{name}`: expected 'auto', None, classes in a list or set or a callable, got the "
+            f"class {policy.__name__}. For one class, write [{policy.__name__}]."
+        )
+    if isinstance(policy, list | tuple | set | frozenset):
+        for wanted in policy:
+            if not isinstance(wanted, str) and not (
+                isinstance(wanted, type) and issubclass(wanted, nn.Module)
+            ):
+                raise TypeError(
+                    f"`{name}`: expected module classes or class names, got {wanted!r}."
+                )
+    elif not (policy is None or isinstance(policy, Iterable | _Policy) or callable(policy)):
+        raise TypeError(
+            f"`{name}`: expected 'auto', None, classes, class names or a callable, "
+            f"got {type(policy).__name__}."
+        )
+
+
 def select_units(
     module: nn.Module, policy: WrapPolicy = "auto", name: str = "auto_wrap_policy"
 ) -> list[tuple[str, nn.Module]]:
@@ -88,30 +120,24 @@ def select_units(
         ValueError: a class of the policy has no instance in the model.
         TypeError: the policy is none of the above.
     """
+    if isinstance(policy, Iterable) and not isinstance(policy, str):
+        policy = list(policy)
+    check_policy(policy, name)
     if policy is None:
         return []
     if isinstance(policy, str):
-        if policy != "auto":
-            raise ValueError(
-                f"`{name}`: expected 'auto', None, classes, class names in a list or a "
-                f"callable, got {policy!r}. For one class name, write [{policy!r}]."
-            )
         return _repeated_blocks(module)
-    if isinstance(policy, Iterable):
-        return _instances(module, list(policy), name)
+    if isinstance(policy, list):
+        return _instances(module, policy, name)
     if isinstance(policy, _Policy):
         wrapped = policy._run_policy(module, set(), {})
         return [(n, m) for n, m in _with_parameters(module) if m in wrapped]
     if callable(policy) and _is_recursive(policy):
         recursive = _run_recursive(module, policy)
         return [(n, m) for n, m in _with_parameters(module) if m in recursive]
-    if callable(policy):
-        accept: Callable[[nn.Module], bool] = policy
-        return [(n, m) for n, m in _with_parameters(module) if accept(unwrapped(m))]
-    raise TypeError(
-        f"`{name}`: expected 'auto', None, classes, class names or a callable, "
-        f"got {type(policy).__name__}."
-    )
+    assert callable(policy)
+    accept: Callable[[nn.Module], bool] = policy
+    return [(n, m) for n, m in _with_parameters(module) if accept(unwrapped(m))]
 
 
 def _is_recursive(policy: Callable[..., bool]) -> bool:
@@ -178,10 +204,6 @@ def _instances(
     modules = _with_parameters(module)
     present = {type(unwrapped(sub)) for _, sub in modules}
     for wanted in classes:
-        if not isinstance(wanted, str) and not (
-            isinstance(wanted, type) and issubclass(wanted, nn.Module)
-        ):
-            raise TypeError(f"`{name}`: expected module classes or class names, got {wanted!r}.")
         if not any(_matches(cls, wanted) for cls in present):
             wanted_name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(
