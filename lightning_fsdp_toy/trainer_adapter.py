@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    ModelSummary,
+)
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -44,6 +48,13 @@ def prepare_trainer(trainer: Trainer) -> None:
         ValueError: a callback or logger needs the whole module.
     """
     adapt_averaging(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"`{type(callback).__name__}` replaces parameters and masks whole weights, which "
+                f"no rank holds under `{type(trainer.strategy).__name__}`. Prune before training "
+                f"and make it permanent (`torch.nn.utils.prune.remove`), or train under `ddp`."
+            )
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and logger._log_graph:
             raise ValueError(

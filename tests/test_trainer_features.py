@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     GradientAccumulationScheduler,
     LearningRateMonitor,
+    ModelPruning,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
@@ -314,6 +315,19 @@ def _log_graph(directory: Path) -> str:
 
 def test_a_graph_for_tensorboard_is_refused_on_every_rank(tmp_path):
     assert all("Leave `log_graph` out" in text for text in run_ranks(_log_graph, 2, tmp_path))
+
+
+def _prune(directory: Path) -> str:
+    module = LitStack()
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    trainer = make_trainer("toy_fsdp", directory, callbacks=[pruning])
+    with pytest.raises(ValueError, match="`ModelPruning` replaces parameters") as info:
+        trainer.fit(module, regression_data(16))
+    return str(info.value)
+
+
+def test_pruning_is_refused_on_every_rank(tmp_path):
+    assert all("Prune before training" in text for text in run_ranks(_prune, 2, tmp_path))
 
 
 @pytest.mark.parametrize("hook", HOOKS)
