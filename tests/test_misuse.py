@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
@@ -73,8 +74,15 @@ def test_penalties_on_weights_need_whole_weights(world_size):
     run_ranks(_gradient_outside_forward, world_size)
 
 
+class Renormalised(nn.Embedding):
+    """Hides its `max_norm` from setup, where an embedding that has one is refused."""
+
+    def forward(self, index):
+        return F.embedding(index, self.weight, max_norm=0.1)
+
+
 def _edits_inside_forward():
-    model = nn.Sequential(nn.Embedding(9, 5, max_norm=0.1), nn.Linear(5, 3))
+    model = nn.Sequential(Renormalised(9, 5), nn.Linear(5, 3))
     fully_shard(model)
     with pytest.raises(RuntimeError, match=r"`0\.weight` was changed in place inside forward"):
         model(torch.arange(9))

@@ -135,6 +135,24 @@ def test_parameters_that_cannot_be_sharded_are_named():
         fully_shard(model)
 
 
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_change_weights_inside_forward_are_named(cls):
+    model = nn.Sequential(cls(9, 5, max_norm=0.5), nn.Linear(5, 3))
+    message = rf"Module `0` \({cls.__name__}\) has `max_norm=0.5`.*Leave `max_norm` out"
+    with pytest.raises(ValueError, match=message):
+        fully_shard(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_are_named():
+    for script in (torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 5))):
+        model = nn.Sequential(nn.Linear(5, 5), script(nn.Linear(5, 3)))
+        with pytest.raises(ValueError, match=r"Module `1` \(\w+\) is compiled by TorchScript"):
+            fully_shard(model)
+    model = nn.Sequential(nn.Linear(5, 5), torch.jit.script(nn.ReLU()))  # nothing to shard
+    fully_shard(model)(torch.ones(1, 5)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

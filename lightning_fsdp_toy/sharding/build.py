@@ -99,9 +99,11 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         Units in module order, the root first; and for every module the index of its unit.
 
     Raises:
-        ValueError: a parameter cannot be sharded (no shape yet, or not a plain dense tensor), or
-            the policy names a class the model does not contain.
+        ValueError: a parameter cannot be sharded (no shape yet, or not a plain dense tensor), a
+            module cannot (see ``_check_modules``), or the policy names a class the model does not
+            contain.
     """
+    _check_modules(root)
     chosen = select_units(root, policy)
     plans = [UnitPlan("", root, []), *(UnitPlan(fqn, module, []) for fqn, module in chosen)]
     unit_of = _enclosing_units(root, {plan.module: index for index, plan in enumerate(plans)})
@@ -134,6 +136,29 @@ def _enclosing_units(root: nn.Module, index_of: dict[nn.Module, int]) -> dict[nn
 
     visit(root, 0)
     return {module: min(units) if len(units) == 1 else 0 for module, units in found.items()}
+
+
+def _check_modules(root: nn.Module) -> None:
+    """Refuse modules whose own code would not work on sharded weights.
+
+    Raises:
+        ValueError: an embedding changes its weights inside forward, or TorchScript holds them.
+    """
+    for name, module in root.named_modules():
+        which = f"Module `{clean_name(name) or '<root>'}` ({type(module).__name__})"
+        has_parameters = next(module.parameters(), None) is not None
+        if isinstance(module, torch.jit.ScriptModule) and has_parameters:
+            raise ValueError(
+                f"{which} is compiled by TorchScript, which keeps parameters to itself: they "
+                f"cannot be sharded. Use the module it was made from (`torch.compile` works) or, "
+                f"if it is not trained, keep it out of the model's submodules, in a tuple."
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"{which} has `max_norm={module.max_norm}`, which changes its weights in place "
+                f"inside forward, on one rank only. Leave `max_norm` out, and bound the rows that "
+                f"are used after the lookup or all weights after a step."
+            )
 
 
 def _check_shapes(plan: UnitPlan) -> None:
