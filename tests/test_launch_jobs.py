@@ -253,7 +253,7 @@ BAD_INPUT = {
     "+trainer.strategy=ddp": "unknown key `trainer.strategy`: use `strategy`",
     "task.evaluate_before_fit=foo": "`task.evaluate_before_fit=foo`: expected true or false",
     "strategy.timeout.minutes=0": "`strategy.timeout`: expected a timedelta above 0 such as",
-    "strategy.timeout=3": "`strategy.timeout=3`: expected timedelta",
+    "strategy.timeout=3": "`strategy.timeout=3`: expected null or timedelta",
     "strategy.process_group_backend=foo": "`strategy.process_group_backend=foo` is unknown: choose",
     "strategy.allow_optimizers=[foo]": "`strategy.allow_optimizers`: 'foo' is no optimizer class",
     "strategy=fsdp strategy.sharding_strategy=FOO": "`strategy`: ",
