@@ -7,12 +7,17 @@ from typing import Any
 # Lightning keeps this to itself, but every strategy of its own is registered there.
 from lightning.fabric.strategies import _StrategyRegistry
 
-from lightning_fsdp_toy.sharding.options import ShardingOptions
+from lightning_fsdp_toy.fsdp_arguments import (
+    device_mesh_shape,
+    is_offloading,
+    optimizer_classes,
+    precision_policy,
+    strategy_name,
+)
+from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOptions
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 
-__all__ = ["START_METHODS", "check_choice", "register", "sharding_options"]
-
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
+__all__ = ["check_choice", "convert_arguments", "register", "sharding_options"]
 
 _NAMES: dict[str, dict[str, Any]] = {  # what `strategy="..."` may say, with the arguments it means
     "toy_fsdp": {"start_method": "popen"},
@@ -32,6 +37,29 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}`: expected one of {', '.join(choices)}, got {value!r}.")
 
 
+def convert_arguments(strategy: Any, start_method: str) -> None:
+    """Turn the arguments that ``strategy`` keeps as they were given into those of the core.
+
+    Raises:
+        ValueError: an argument is none of its choices.
+        TypeError: it is of the wrong kind.
+    """
+    strategy.sharding_strategy = strategy_name(strategy.sharding_strategy)
+    strategy.mixed_precision = precision_policy(strategy.mixed_precision)
+    strategy.cpu_offload = is_offloading(strategy.cpu_offload)
+    strategy.device_mesh = device_mesh_shape(strategy.device_mesh)
+    strategy.allow_optimizers = optimizer_classes(strategy.allow_optimizers)
+    check_choice("sharding_strategy", strategy.sharding_strategy, SHARDING_STRATEGIES)
+    check_choice("state_dict_type", strategy.state_dict_type, ("full", "sharded"))
+    check_choice("transport", strategy.transport, ("auto", "native", "pairwise"))
+    check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+    reentrant = strategy.activation_checkpointing_reentrant
+    if not isinstance(reentrant, bool):
+        raise TypeError(
+            f"`activation_checkpointing_reentrant`: expected true or false, got {reentrant!r}."
+        )
+
+
 def sharding_options(
     strategy: Any, policy: MixedPrecisionPolicy | None, device_mesh: tuple[int, ...] | None
 ) -> ShardingOptions:
@@ -46,11 +74,6 @@ def sharding_options(
         ValueError: an argument is out of its range.
         TypeError: it is of the wrong kind.
     """
-    reentrant = strategy.activation_checkpointing_reentrant
-    if not isinstance(reentrant, bool):
-        raise TypeError(
-            f"`activation_checkpointing_reentrant`: expected true or false, got {reentrant!r}."
-        )
     return ShardingOptions(
         auto_wrap_policy=strategy.auto_wrap_policy,
         sharding_strategy=strategy.sharding_strategy,

@@ -12,10 +12,7 @@ from torchmetrics import Metric
 from lightning_fsdp_toy.sharding import get_root
 from lightning_fsdp_toy.sharding.whole import restore
 
-__all__ = [
-    "convert",
-    "sync_batch_norms",
-]
+__all__ = ["convert", "sync_batch_norms"]
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:

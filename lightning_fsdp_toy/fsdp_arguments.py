@@ -27,7 +27,6 @@ from lightning_fsdp_toy.sharding import SHARDING_STRATEGIES
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy, check_policy
 
 __all__ = [
-    "check_timeout",
     "checkpointing_policy",
     "device_mesh_shape",
     "is_offloading",
@@ -35,6 +34,7 @@ __all__ = [
     "precision_policy",
     "refuse_arguments",
     "strategy_name",
+    "timeout_of",
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # what None means, as for a process group
@@ -103,7 +103,7 @@ def optimizer_classes(value: Any) -> tuple[type[torch.optim.Optimizer], ...]:
     return classes
 
 
-def check_timeout(value: Any) -> timedelta:
+def timeout_of(value: Any) -> timedelta:
     """Return ``timeout``, 30 minutes for None; what the process group would refuse is refused here.
 
     Raises:
@@ -134,17 +134,11 @@ def strategy_name(value: Any) -> Any:
     return upper if upper in SHARDING_STRATEGIES else name
 
 
-def is_offloading(value: Any) -> bool:
-    """Return whether ``cpu_offload`` (a bool, None or torch's object) asks for it.
-
-    Raises:
-        TypeError: it is none of those.
-    """
+def is_offloading(value: Any) -> Any:
+    """Return whether ``cpu_offload`` (None or torch's object) asks for it; else it as it is."""
     if isinstance(value, CPUOffload):
-        return bool(value.offload_params)
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"`cpu_offload`: expected true or false, got {value!r}.")
-    return bool(value)
+        return value.offload_params
+    return False if value is None else value
 
 
 def precision_policy(value: Any) -> Any:

@@ -27,23 +27,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_fsdp_toy import conversion
-from lightning_fsdp_toy.arguments import START_METHODS, check_choice, register, sharding_options
+from lightning_fsdp_toy.arguments import check_choice, convert_arguments, register, sharding_options
 from lightning_fsdp_toy.checkpointing import ShardedCheckpointing
 from lightning_fsdp_toy.compiled import CompiledModules
 from lightning_fsdp_toy.environment import RankEnvironment
-from lightning_fsdp_toy.fsdp_arguments import (
-    check_timeout,
-    checkpointing_policy,
-    device_mesh_shape,
-    is_offloading,
-    optimizer_classes,
-    precision_policy,
-    refuse_arguments,
-    strategy_name,
-)
+from lightning_fsdp_toy.fsdp_arguments import checkpointing_policy, refuse_arguments, timeout_of
 from lightning_fsdp_toy.precision import to_toy_precision
 from lightning_fsdp_toy.sharding import (
-    SHARDING_STRATEGIES,
     Ledger,
     MixedPrecisionPolicy,
     RootState,
@@ -141,27 +131,23 @@ class ToyFSDPStrategy(
             activation_checkpointing_policy, kwargs
         )
         refuse_arguments(kwargs, ToyFSDPStrategy, ParallelStrategy)
-        self._timeout = check_timeout(timeout)
+        self._timeout = timeout_of(timeout)
         super().__init__(**kwargs)
-        sharding_strategy = strategy_name(sharding_strategy)
-        check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
-        check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        check_choice("transport", transport, ("auto", "native", "pairwise"))
-        check_choice("start_method", start_method, START_METHODS)
         check_choice("gradient_sync", gradient_sync, ("every_micro_batch", "last_micro_batch"))
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
-        self.mixed_precision = precision_policy(mixed_precision)
-        self.cpu_offload = is_offloading(cpu_offload)
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.activation_checkpointing_reentrant = activation_checkpointing_reentrant
         self.state_dict_type = state_dict_type
-        self.device_mesh = device_mesh_shape(device_mesh)
+        self.device_mesh = device_mesh
         self.num_prefetch = num_prefetch
         self.gradient_sync = gradient_sync
         self.transport = transport
         self.debug = debug
-        self.allow_optimizers = optimizer_classes(allow_optimizers)
+        self.allow_optimizers = allow_optimizers
+        convert_arguments(self, start_method)
         self.num_nodes = 1
         sharding_options(self, self.mixed_precision, self.device_mesh)  # refused before ranks start
         self._start_method = start_method

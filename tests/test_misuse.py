@@ -11,28 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from lightning_fsdp_toy.sharding import (
-    build_optimizer,
-    full_state_dict,
-    fully_shard,
-    get_root,
-    unsharded,
-)
+from lightning_fsdp_toy.sharding import full_state_dict, fully_shard, get_root, unsharded
 from lightning_fsdp_toy.sharding.state_dict import (
     full_optimizer_state,
     load_model_state,
     load_optimizer_state,
 )
-from lightning_fsdp_toy.sharding.whole import restore
-from tests.core_helpers import (
-    Block,
-    Stack,
-    assert_equal,
-    full_gradients,
-    full_parameters,
-    make_batches,
-    mse_loss,
-)
+from tests.core_helpers import Block, Stack, assert_equal, full_gradients, full_parameters
 from tests.ranks import run_ranks
 
 
@@ -129,83 +114,6 @@ def test_replaced_and_cached_parameters_are_refused():
     run_ranks(_replaced_and_cached, 2)
 
 
-def _hooks_move():
-    torch.manual_seed(0)
-    model = Stack()
-    reference = copy.deepcopy(model)
-    for module in (model, reference):
-        module.inp.weight.register_hook(lambda grad: 3 * grad)
-    fully_shard(model)
-    for rank in range(2):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-        (reference(x).sum() / 2).backward()
-    model(_x()).sum().backward()
-    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
-
-
-def test_hooks_on_parameters_move_with_them():
-    run_ranks(_hooks_move, 2)
-
-
-def _hooks_after_sharding():
-    model = Stack()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for module in (model, reference):
-        module.inp.weight.register_hook(lambda grad: 3 * grad)
-        module.inp.weight.register_hook(lambda grad: 0 * grad).remove()
-    for rank in range(2):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-        (reference(x).sum() / 2).backward()
-    model(_x()).sum().backward()
-    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-
-    def step(param):  # a step in backward: no gradient lives longer than it must
-        assert param.grad is not None and param.shape == param.grad.shape
-        torch.optim.SGD([param], lr=0.1).step()
-        param.grad = None
-
-    optimizer.zero_grad()
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    model(_x()).sum().backward()
-    assert get_root(model).memory.gradients_bytes == 0
-    assert_equal(full_parameters(model), dict(reference.state_dict()))
-    restore(get_root(model))
-    (first,) = model.inp.weight._backward_hooks.values()
-    assert torch.equal(first(torch.ones(2)), torch.full((2,), 3.0))
-    assert len(model.inp.weight._post_accumulate_grad_hooks) == 1
-
-
-def test_hooks_registered_after_sharding_are_called():
-    run_ranks(_hooks_after_sharding, 2)
-
-
-def _hooks_while_building():
-    model = Stack()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    calls = []
-
-    def make(module):
-        module.inp.weight.register_hook(lambda grad: 3 * grad)
-        module.inp.weight.register_post_accumulate_grad_hook(calls.append)
-        return torch.optim.SGD(module.parameters(), lr=0.1)
-
-    build_optimizer(model, make)
-    make(reference)
-    for module in (model, reference):
-        module(torch.ones(2, 5)).sum().backward()
-    assert torch.equal(full_gradients(model)["inp.weight"], reference.inp.weight.grad)
-    assert [id(param) for param in calls] == [id(model.inp.weight), id(reference.inp.weight)]
-
-
-def test_hooks_registered_where_the_optimizer_is_built_are_called():
-    run_ranks(_hooks_while_building, 2)
-
-
 def _module_added_later():
     model = fully_shard(Stack())
     model.add_module("teacher", nn.Linear(5, 3))
@@ -241,26 +149,6 @@ def test_freezing_inside_forward_holds():
     run_ranks(_frozen_inside_forward, 2)
 
 
-def _frozen_before_backward(options):
-    model = Stack()
-    reference = copy.deepcopy(model)
-    fully_shard(model, **options)
-    for each in (model, reference):
-        loss = each(torch.ones(2, 5)).sum()
-        each.blocks[1].requires_grad_(False)
-        each.inp.weight.requires_grad_(False)
-        loss.backward()
-        each.requires_grad_(True)
-    for name, grad in full_gradients(model).items():
-        expected = reference.get_parameter(name).grad
-        assert grad is expected is None or torch.equal(grad, expected), name
-
-
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}], ids=str)
-def test_freezing_between_forward_and_backward_drops_gradients(options):
-    run_ranks(_frozen_before_backward, 2, options)
-
-
 def _backward_after_a_failed_one():
     model = fully_shard(Stack())
     out = model(_x())
@@ -269,27 +157,6 @@ def _backward_after_a_failed_one():
         out.sum().backward(retain_graph=True)
     out.sum().backward()
     assert all(grad is not None for grad in full_gradients(model).values())
-
-
-def _cleared_after_a_failed_backward():
-    model = Stack()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    model(_x()).sum().backward()
-    handle = model.inp.register_full_backward_hook(lambda *_: {}["fails"])
-    with pytest.raises(KeyError):
-        model(_x()).sum().backward()
-    handle.remove()
-    for param in model.parameters():  # as loops do that go on after an error
-        param.grad = None
-    model(torch.ones(2, 5)).sum().backward()
-    reference(torch.ones(2, 5)).sum().backward()
-    for name, grad in full_gradients(model).items():
-        assert torch.equal(grad, reference.get_parameter(name).grad), name
-
-
-def test_gradients_cleared_after_a_failed_backward_are_gone():
-    run_ranks(_cleared_after_a_failed_backward, 2)
 
 
 _calls = []
@@ -585,50 +452,3 @@ def _inner_first():
 
 def test_a_model_around_a_sharded_module_is_refused():
     run_ranks(_inner_first, 2)
-
-
-CLEARED = {  # between forward and backward, in ways that never ask the optimizer
-    "module": lambda model: model.zero_grad(),
-    "in place": lambda model: model.zero_grad(set_to_none=False),
-    "submodules": lambda model: [sub.zero_grad() for sub in model.children()],
-    "compiled": lambda model: torch.compile(model, backend="eager").zero_grad(),
-    "loop": lambda model: [setattr(param, "grad", None) for param in model.parameters()],
-}
-
-
-def _train_with(model, clear, is_late):
-    """Three steps; the optimizer may be built when a forward has already run."""
-    batches = make_batches(3)
-    if is_late:
-        mse_loss(model, batches[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for batch in batches:
-        loss = mse_loss(model, batch)
-        clear(model)
-        assert all(param.grad is None or not param.grad.any() for param in model.parameters())
-        loss.backward()
-        optimizer.step()
-
-
-def _clear_between(how, is_late, options):
-    model = Stack()
-    reference = copy.deepcopy(model)
-    _train_with(reference, CLEARED[how], is_late)
-    _train_with(fully_shard(model, **options), CLEARED[how], is_late)
-    assert_equal(full_parameters(model), dict(reference.named_parameters()))
-
-
-@pytest.mark.parametrize("how", CLEARED)
-def test_gradients_cleared_between_forward_and_backward_are_gone(how):
-    run_ranks(_clear_between, 2, how, False, {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"auto_wrap_policy": None}]
-    + [{"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "NO_SHARD")]
-    + [{"num_prefetch": 0}],
-    ids=str,
-)
-def test_an_optimizer_built_after_a_forward_trains_every_parameter(options):
-    run_ranks(_clear_between, 2, "module", True, options)

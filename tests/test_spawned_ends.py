@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[1]
+from tests.scripts import start_script, wait_for_ranks
+from tests.test_cli import finish
+
 TRAINER = """
 import os, sys, time
 import lightning as L
@@ -61,34 +59,11 @@ if __name__ == "__main__":
 
 def _run(directory, script, method, case, rank=0, signum=None):
     """Run a script, send a signal to a rank if given; return the exit code and what it wrote."""
-    (directory / "script.py").write_text(script)
-    process = subprocess.Popen(
-        [sys.executable, "script.py", method, case],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        pids = []
-        deadline = time.monotonic() + 60
-        while signum is not None and len(pids) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            pids = [int(t) for f in sorted(directory.glob("pid*")) if (t := f.read_text())]
-            time.sleep(0.05)
-        if signum is not None:
-            os.kill(pids[rank], signum)
-        out, _ = process.communicate(timeout=60 if signum is None else 20)
-        for pid in pids:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-        return process.returncode, out
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    process = start_script(directory, script, method, case)
+    if signum is not None:
+        os.kill(wait_for_ranks(directory, process, 2)[rank], signum)
+    code, out, err = finish(process, 60 if signum is None else 20)
+    return code, out + err
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from lightning_fsdp_toy.sharding import fully_shard, unsharded
 from tests.core_helpers import Stack, full_parameters
 from tests.lit_helpers import LitStack, make_trainer, regression_data
 from tests.ranks import RankError, run_ranks
+from tests.scripts import start_script, wait_for_ranks
 from tests.test_cli import TINY, finish, start
 
 REPO = Path(__file__).parents[1]
@@ -248,33 +247,14 @@ class WritePid(Callback):
 
 
 def _start_script(directory, **values):
-    (directory / "script.py").write_text(SCRIPT.format(**values))
-    return subprocess.Popen(
-        [sys.executable, "script.py"],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def _wait_for_ranks(directory, process, num_ranks):
-    """Return the process ids of the ranks once all of them train."""
-    deadline = time.monotonic() + 90
-    files = [directory / f"pid{rank}" for rank in range(num_ranks)]
-    while not all(file.is_file() and file.read_text() for file in files):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    return [int(file.read_text()) for file in files]
+    return start_script(directory, SCRIPT.format(**values))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_original_error_comes_first_and_all_processes_end(tmp_path, checkpoint):
     process = _start_script(tmp_path, step=2, checkpoint=checkpoint, devices=3)
-    _wait_for_ranks(tmp_path, process, 3)
+    wait_for_ranks(tmp_path, process, 3)
     start = time.monotonic()
     code, _, err = finish(process, 40)
     assert code != 0
@@ -326,7 +306,7 @@ def test_training_goes_on_after_an_error_inside_forward(world_size):
 @pytest.mark.slow
 def test_sigterm_ends_a_users_script_with_143(tmp_path):
     process = _start_script(tmp_path, step=-1, checkpoint=False, devices=3)
-    pids = _wait_for_ranks(tmp_path, process, 3)
+    pids = wait_for_ranks(tmp_path, process, 3)
     assert pids[0] == process.pid
     os.kill(pids[0], signal.SIGTERM)
     code, _, err = finish(process, 25)
@@ -340,7 +320,7 @@ def test_sigterm_to_rank_0_of_train_py_ends_with_143(tmp_path):
         *(*TINY, "devices=3", "trainer.max_steps=99999", "hydra.run.dir=run"),
         "+callbacks.pid._target_=tests.test_uneven_ranks.WritePid",
     )
-    pids = _wait_for_ranks(tmp_path, process, 3)
+    pids = wait_for_ranks(tmp_path, process, 3)
     os.kill(pids[0], signal.SIGTERM)
     code, _, err = finish(process, 30)
     assert code == 143, err

@@ -1,8 +1,6 @@
 """Weights come back for backward whatever forward returns (cases C35 to C41)."""
 
 import copy
-import dataclasses
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp_toy.sharding import (
@@ -432,86 +429,6 @@ def test_in_place_changes_of_activations_are_still_noticed():
     run_ranks(_in_place_change_of_an_activation, 2)
 
 
-class _Position(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 8, 5))
-
-    def forward(self, x):
-        return self.weight[:, : x.shape[1]]
-
-
-class _HooksInside(Stack):
-    """Its blocks run under saved-tensor hooks of its own, and return what gets no output hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-        for block in self.blocks:
-            block.register_forward_hook(lambda _module, _args, out: Hidden(out))
-
-    def forward(self, x):
-        x = self.inp(x)
-        hooks = saved_tensors_hooks(lambda t: self.seen.append(t.shape) or t.numpy(), _to_tensor)
-        for block in self.blocks:
-            with hooks:
-                x = block(x).value
-        return self.head(x)
-
-
-class Hidden:
-    def __init__(self, value):
-        self.value = value
-
-
-def _to_tensor(array):
-    return torch.from_numpy(array)
-
-
-def _hooks_inside(options):
-    torch.manual_seed(0)
-    model, plain = _HooksInside(), Stack()
-    plain.load_state_dict(model.state_dict())
-    root = get_root(fully_shard(model, **options))
-    for seed in range(2):
-        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
-        model(x).sum().backward()
-        plain(x).sum().backward()
-        assert root.memory.unsharded_bytes == 0
-    for fqn, grad in full_gradients(model).items():
-        torch.testing.assert_close(grad, plain.get_parameter(fqn).grad)
-    weights = {shape for p in plain.parameters() for shape in (p.shape, p.t().shape)}
-    assert model.seen and not weights & set(model.seen)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_prefetch": 0}, {"auto_wrap_policy": [Block]}], ids=str
-)
-def test_saved_tensor_hooks_around_units_see_all_but_weights(options):
-    run_ranks(_hooks_inside, 2, options)
-
-
-def _graph_without_backward():
-    class Saving(Stack):
-        def forward(self, x):
-            hidden = torch.sigmoid(self.inp(x).exp())  # each saves its output
-            self.hidden = weakref.ref(hidden)
-            return self.head(hidden)
-
-    model = fully_shard(Saving())
-    output = model(torch.ones(2, 5))
-    del output
-    assert model.hidden() is None
-    x = torch.ones(2, 5, requires_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model.inp.register_forward_hook(lambda _module, _args, out: out.exp_().add_(1))
-        model(x).sum().backward()
-
-
-def test_activations_go_with_a_graph_that_sees_no_backward():
-    run_ranks(_graph_without_backward, 2)
-
-
 def _two_forwards_with_batch_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
@@ -534,76 +451,6 @@ def _two_forwards_with_batch_norm():
 
 def test_two_forwards_of_batch_norms_before_one_backward():  # C40, C52
     run_ranks(_two_forwards_with_batch_norm, 2)
-
-
-@dataclasses.dataclass
-class _Result:
-    y: torch.Tensor
-    codes: torch.Tensor
-    parent: object = None
-
-
-class _Quantizer(nn.Linear):
-    def forward(self, x):
-        result = _Result(super().forward(x), self.weight.t())
-        result.parent = [result]
-        return result
-
-
-class _WithCodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(_Quantizer(5, 5) for _ in range(3))
-
-    def forward(self, x):
-        penalty = 0
-        for block in self.blocks:
-            result = block(x)
-            x, penalty = result.y, penalty + result.codes.square().sum()
-        return x.sum() + penalty
-
-
-def _views_in_dataclasses():
-    model = _WithCodes()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    for each in (model, reference):
-        each(torch.ones(2, 5)).backward()
-    for name, grad in full_gradients(model).items():
-        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
-
-
-def test_units_may_return_views_of_their_weights_in_dataclasses():
-    run_ranks(_views_in_dataclasses, 2)
-
-
-class _WithPositions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.positions = nn.ModuleList([_Position(), _Position()])
-        self.lin = nn.Linear(5, 5)
-
-    def forward(self, x):
-        first, second = (position(x) for position in self.positions)
-        return self.lin(x * first + second)
-
-
-def _views_of_weights():
-    torch.manual_seed(0)
-    model = _WithPositions()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    x = torch.randn(2, 4, 5)
-    with torch.no_grad():
-        assert torch.equal(model(x), reference(x))
-    model(x).sum().backward()
-    reference(x).sum().backward()
-    for name, grad in full_gradients(model).items():
-        torch.testing.assert_close(grad, reference.get_parameter(name).grad)
-
-
-def test_units_may_return_views_of_their_weights():
-    run_ranks(_views_of_weights, 2)
 
 
 class _Forces(nn.Module):
@@ -635,48 +482,6 @@ def _forces():
 
 def test_forward_goes_on_after_a_gradient_inside_it():
     run_ranks(_forces, 2)
-
-
-def _graph_held_on_one_rank():
-    model = fully_shard(Stack(num_blocks=6))
-    held = []
-    for _ in range(20):
-        loss = model(torch.ones(2, 5)).sum()  # an evaluation without `no_grad`
-        if dist.get_rank() == 0:
-            held.append(loss)  # for its log
-        del loss
-    model(torch.ones(2, 5)).sum().backward()
-
-
-def test_a_graph_that_one_rank_holds_changes_no_order():
-    run_ranks(_graph_held_on_one_rank, 2)
-
-
-class _ByRank(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
-
-    def forward(self, x):
-        for index, block in enumerate(self.blocks):
-            y = block(x)
-            x = x + (y if index % 2 == dist.get_rank() else y.detach())
-        return x
-
-
-def _retained_by_rank():
-    torch.manual_seed(0)
-    model = fully_shard(_ByRank())
-    loss = model(torch.ones(2, 5, requires_grad=True)).sum()
-    loss.backward(retain_graph=True)
-    first = full_gradients(model)
-    loss.backward()
-    for name, grad in full_gradients(model).items():
-        assert torch.equal(grad, 2 * first[name]), name
-
-
-def test_a_second_backward_of_ranks_that_use_different_parameters():
-    run_ranks(_retained_by_rank, 2)
 
 
 class _Penalised(nn.Module):
@@ -718,48 +523,3 @@ def _unsharded_in_recomputation(use_reentrant, precision):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_weights_read_in_a_recomputation_stay_until_its_backward(use_reentrant, precision):
     run_ranks(_unsharded_in_recomputation, 2, use_reentrant, precision)
-
-
-def _under_hooks(name):
-    torch.manual_seed(0)
-    model = Stack()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    root = get_root(model)
-    x, seen, calls = torch.ones(2, 5), [], []
-    model.inp.register_forward_hook(lambda *_: calls.append(1))
-
-    def around(module):
-        if name == "checkpoint":
-            return checkpoint(module, x, use_reentrant=False)
-        with saved_tensors_hooks(lambda t: seen.append(t.shape) or t.numpy(), torch.from_numpy):
-            return module(x)
-
-    for _ in range(2):
-        seen.clear()
-        model.zero_grad()
-        reference.zero_grad()
-        around(model).sum().backward()
-        num_here = len(seen)
-        reference(x).sum().backward()
-        for fqn, grad in full_gradients(model).items():
-            assert torch.equal(grad, reference.get_parameter(fqn).grad), fqn
-        assert root.memory.unsharded_bytes == 0
-    if name == "checkpoint":
-        assert len(calls) == 4  # in two steps
-        return
-    seen.clear()
-    around(reference)
-    if dist.get_world_size() > 1:  # else the whole weights are there anyway
-        weights = {shape for p in reference.parameters() for shape in (p.shape, p.t().shape)}
-        seen = [shape for shape in seen if shape not in weights]
-    assert num_here == len(seen) > 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_saved_tensor_hooks_around_the_model_see_all_but_weights(world_size):
-    run_ranks(_under_hooks, world_size, "numpy")
-
-
-def test_a_checkpoint_around_the_whole_model_runs_it_again():
-    run_ranks(_under_hooks, 2, "checkpoint")

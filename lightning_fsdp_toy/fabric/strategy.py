@@ -21,23 +21,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp_toy import process_group
-from lightning_fsdp_toy.arguments import START_METHODS, check_choice, register, sharding_options
+from lightning_fsdp_toy.arguments import convert_arguments, register, sharding_options
 from lightning_fsdp_toy.fabric.checkpointing import FabricCheckpointing
 from lightning_fsdp_toy.fabric.launching import FabricLauncher
 from lightning_fsdp_toy.fabric.models import ShardedModels
 from lightning_fsdp_toy.fabric.precision import policy_of, to_sharded_precision
 from lightning_fsdp_toy.fabric.wrapping import BackwardSync
-from lightning_fsdp_toy.fsdp_arguments import (
-    check_timeout,
-    checkpointing_policy,
-    device_mesh_shape,
-    is_offloading,
-    optimizer_classes,
-    precision_policy,
-    refuse_arguments,
-    strategy_name,
-)
-from lightning_fsdp_toy.sharding import SHARDING_STRATEGIES, MixedPrecisionPolicy
+from lightning_fsdp_toy.fsdp_arguments import checkpointing_policy, refuse_arguments, timeout_of
+from lightning_fsdp_toy.sharding import MixedPrecisionPolicy
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
 
@@ -116,25 +107,21 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
             activation_checkpointing_policy, kwargs
         )
         refuse_arguments(kwargs, ToyFSDPFabricStrategy, ParallelStrategy)
-        self._timeout = check_timeout(timeout)
+        self._timeout = timeout_of(timeout)
         super().__init__(**kwargs)
-        sharding_strategy = strategy_name(sharding_strategy)
-        check_choice("sharding_strategy", sharding_strategy, SHARDING_STRATEGIES)
-        check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        check_choice("transport", transport, ("auto", "native", "pairwise"))
-        check_choice("start_method", start_method, START_METHODS)
         self.auto_wrap_policy = auto_wrap_policy
         self.sharding_strategy = sharding_strategy
-        self.mixed_precision = precision_policy(mixed_precision)
-        self.cpu_offload = is_offloading(cpu_offload)
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.activation_checkpointing_reentrant = activation_checkpointing_reentrant
         self.state_dict_type = state_dict_type
-        self.device_mesh = device_mesh_shape(device_mesh)
+        self.device_mesh = device_mesh
         self.num_prefetch = num_prefetch
         self.transport = transport
-        self.allow_optimizers = optimizer_classes(allow_optimizers)
+        self.allow_optimizers = allow_optimizers
         self.debug = debug
+        convert_arguments(self, start_method)
         self._num_nodes = 1
         self._options()  # refuses what no rank could run, before any starts
         self._start_method = start_method

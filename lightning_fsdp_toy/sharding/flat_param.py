@@ -95,6 +95,8 @@ class FlatParameter:
         )
         self.state = ParamState.UNSHARDED
         self.is_hidden = False  # unsharded, but the modules show sharded parameters
+        self._has_master = False  # an `unsharded` block holds the master buffer
+        self._shows_master = False  # and the modules show it
         self._offsets = [slot.offset for slot in self.layout.slots]
         self.originals = [
             OriginalParameter(slot, self.layout.piece(slot, self.shard_rank), homes)
@@ -214,9 +216,6 @@ class FlatParameter:
     def shows_master(self) -> bool:
         """Whether modules see them now: a forward call inside the block sees the compute dtype."""
         return self.is_master_shown and self._shows_master
-
-    _has_master = False
-    _shows_master = False
 
     @torch.no_grad()
     def gather_master(self) -> None:

@@ -252,7 +252,6 @@ class Unit:
             For each flat parameter that is reduced: which original parameters had a gradient on
             this rank, and the work.
         """
-        self.is_recomputed = False  # forward ran again in the current backward, which needs it
         self.is_behind = False
         started = []
         for flat in self.flats:
