@@ -48,13 +48,13 @@ def put_in_place(path: Path) -> None:
     partial = partial_path(path)
     if is_sharded_checkpoint(path) or (path.is_file() and partial.is_dir()):
         _remove(path)
-    elif path.is_dir() and partial.is_file():
+    elif path.is_dir() and partial.is_file() and not path.is_symlink():
         path.rmdir()  # an empty one; anything else is not ours to remove
     partial.replace(path)
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():  # of a link only the link
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

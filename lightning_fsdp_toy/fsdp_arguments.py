@@ -73,7 +73,8 @@ def refuse_arguments(given: dict[str, Any], strategy: type, base: type) -> None:
             continue
         value = given.pop(name)
         is_empty = isinstance(value, list | tuple | set | frozenset) and not value
-        if value is not None and not is_empty and value != always:
+        is_unset = (value is None and name != "backward_prefetch") or is_empty
+        if not is_unset and value != always:
             shown = " ".join(repr(value).split())  # on one line, also if it holds tensors
             raise ValueError(
                 f"`{name}={shown}` is not supported by {strategy.__name__}: {instead}."

@@ -98,6 +98,11 @@ class ShardedSteps(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.root.show_gathered()  # recomputation may come first and read weights directly
+        if kwargs.get("inputs") is not None:  # of autograd: those that forward used
+            faces = {id(o.sharded): o.unsharded for o in self.root.originals()}
+            given = kwargs["inputs"]
+            given = [given] if isinstance(given, Tensor) else given
+            kwargs["inputs"] = [faces.get(id(tensor), tensor) for tensor in given]
         return super().backward(closure_loss, *args, **kwargs)
 
 

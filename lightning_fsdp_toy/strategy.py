@@ -254,7 +254,7 @@ class ToyFSDPStrategy(
 
     def _fits(self, root: RootState) -> bool:
         same_group = root.mesh.world.group is (dist.group.WORLD if dist.is_initialized() else None)
-        return same_group and root.options == self._run_options()
+        return same_group and root.is_complete and root.options == self._run_options()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -144,7 +144,9 @@ class ShardedModels(ParallelStrategy):
                 f"The norm of the gradients is {norm.item()}, so they cannot be clipped. Pass "
                 f"`error_if_nonfinite=False` to scale by it anyway."
             )
-        torch.nn.utils.clip_grads_with_norm_(params, float(max_norm), norm.float())
+        is_double = any(param.dtype == torch.float64 for param in params)
+        of_gradients = norm if is_double else norm.float()
+        torch.nn.utils.clip_grads_with_norm_(params, float(max_norm), of_gradients)
         return norm
 
     # -- which model ----------------------------------------------------------------------------

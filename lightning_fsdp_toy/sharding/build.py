@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         plans[indices.pop() if len(indices) == 1 else 0].members.append(member)
     for plan in plans:
         _check_shapes(plan)
+    _check_memory(list(members.values()))
     return plans, unit_of
 
 
@@ -153,6 +155,13 @@ def _check_modules(root: nn.Module) -> None:
                 f"cannot be sharded. Use the module it was made from (`torch.compile` works) or, "
                 f"if it is not trained, keep it out of the model's submodules, in a tuple."
             )
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"{which} has a buffer `{key}` of layout {buffer.layout}: only dense buffers "
+                    f"can be kept equal on all ranks. Make it dense, or keep it in a plain "
+                    f"attribute that every rank computes for itself."
+                )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
                 f"{which} has `max_norm={module.max_norm}`, which changes its weights in place "
@@ -173,6 +182,32 @@ def _check_shapes(plan: UnitPlan) -> None:
                 f"Parameter `{member.fqn}` is a {type(member.param.data).__name__} of layout "
                 f"{member.param.layout}: only plain dense tensors can be sharded. Register it as a "
                 f"buffer, or make it dense."
+            )
+
+
+def _check_memory(members: list[Member]) -> None:
+    """Refuse parameters that share memory without being one parameter.
+
+    Raises:
+        ValueError: two do: sharding would make two copies of what is one.
+    """
+    ranges = []  # first and one past the last byte of each
+    for member in members:
+        param = member.param
+        if param.is_meta or not param.numel():
+            continue
+        extent = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True)) + 1
+        is_dense = extent == param.numel()  # the elements of others may lie between its own
+        if is_dense:
+            start = param.data_ptr()
+            ranges.append((start, start + extent * param.element_size(), member.fqn))
+    ranges.sort()
+    for (_, stop, name), (start, _, other) in pairwise(ranges):
+        if start < stop:
+            raise ValueError(
+                f"Parameters `{name}` and `{other}` are two objects over the same memory, of which "
+                f"sharding would make two. Use one parameter in both places (a tied weight), or "
+                f"give each its own memory (`clone()`)."
             )
 
 

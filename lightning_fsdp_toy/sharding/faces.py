@@ -163,6 +163,14 @@ class OriginalParameter:
             f"what forward computes in a buffer."
         )
 
+    def refuse_data_edit(self) -> None:
+        """Raise because forward changed the data of this one behind autograd's back."""
+        raise RuntimeError(
+            f"Parameter `{self.slot.fqn}` was given other data inside forward (`param.data = x` or "
+            f"an edit of `param.data`), where this rank's copy alone changes and is lost. Do it "
+            f"between steps inside `unsharded(module)`, or hold what forward computes in a buffer."
+        )
+
     def refuse_edits(self) -> None:
         """Raise if the unsharded face was edited where the edit would be lost."""
         if not self.is_whole and self.unsharded._version != self._version:

@@ -202,6 +202,12 @@ class FlatParameter:
             original.show_sharded()
         self.is_hidden = True
 
+    def note_edited(self) -> None:
+        """The shard was edited on purpose."""
+        for original in self.originals:
+            torch.autograd.graph.increment_version(original.sharded)
+        self._versions = self._shard_versions()
+
     def _shard_versions(self) -> list[int]:
         return [original.sharded._version for original in self.originals if original.piece.numel]
 

@@ -151,11 +151,17 @@ def tell_of_steps(root: RootState, optimizer: torch.optim.Optimizer) -> None:
     """Let ``root`` know of every step of ``optimizer``, however it is called."""
     ref = weakref.ref(root)
 
+    def begins(*_: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.keep_edits()
+
     def stepped(*_: Any) -> None:
         alive = ref()
         if alive is not None:
             alive.note_step()
 
+    optimizer.register_step_pre_hook(begins)
     optimizer.register_step_post_hook(stepped)
 
 

@@ -131,6 +131,12 @@ def select_units(
         return _instances(module, policy, name)
     if isinstance(policy, _Policy):
         wrapped = policy._run_policy(module, set(), {})
+        for kwargs in wrapped.values():
+            if kwargs:
+                raise ValueError(
+                    f"`{name}`: a policy that gives units options of their own is not supported, "
+                    f"got {sorted(kwargs)}. Return true or false, and set options for all units."
+                )
         return [(n, m) for n, m in _with_parameters(module) if m in wrapped]
     if callable(policy) and _is_recursive(policy):
         recursive = _run_recursive(module, policy)

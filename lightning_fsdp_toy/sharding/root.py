@@ -20,6 +20,7 @@ from lightning_fsdp_toy.sharding.build import (
     nesting_of,
     shared_buffers,
 )
+from lightning_fsdp_toy.sharding.edits import keep_edits
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.passes import ForwardPass
 from lightning_fsdp_toy.sharding.residency import Residency
@@ -83,6 +84,7 @@ class RootState:
         self.backward = Backward(self)
         self._hooks: list[AbstractContextManager[None]] = []  # of nested forward calls
         self._stands_in = False  # the outermost call is of a module inside a unit
+        self._is_editable = False  # the root unit is shown whole after an optimizer step
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
         self.units: list[Unit] = []
@@ -132,6 +134,11 @@ class RootState:
     def originals(self) -> Iterator[OriginalParameter]:
         """Every original parameter, unit by unit."""
         return (original for flat in self.flats for original in flat.originals)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter of the model was there when it was sharded."""
+        return all(id(param) in self._known for param in self.module.parameters())
 
     @property
     def root_unit(self) -> Unit:
@@ -195,6 +202,7 @@ class RootState:
         self.num_scopes += 1
         try:
             unit.pre_forward()
+            self._is_editable = self.module.training and torch.is_grad_enabled()
             try:
                 yield outputs
             finally:
@@ -219,6 +227,16 @@ class RootState:
                 unit.reshard()
         if not is_backward:
             self.root_unit.unshard()
+            self._is_editable = True
+
+    def keep_edits(self) -> None:
+        """Bring edits of the root unit's weights to the shards (see ``edits.py``)."""
+        if not self._is_editable:
+            return
+        self._is_editable = False
+        if self.root_unit.is_unsharded:
+            for flat in self.root_unit.flats:
+                keep_edits(flat)
 
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
@@ -251,6 +269,7 @@ class RootState:
 
         Weights are gathered anew in every forward of the root, so a stale copy is never used.
         """
+        self._is_editable = False
         if self.backward.is_running:  # the last backward raised
             self.backward.abandon()
         for unit in self.units:

@@ -124,14 +124,33 @@ def load_model_state(
     loaded: list[tuple[OriginalParameter, Tensor]] = []
     # An override without `assign` copies instead, into parameters that must then have memory.
     assigns = "assign" in inspect.signature(load).parameters
-    face, options = (meta_parameter, {"assign": True}) if assigns else (_empty_parameter, {})
+    options = {"assign": True} if assigns else {}
+
+    stand_ins: dict[int, int] = {}  # those with memory: versions by identity
+
+    def face(original: OriginalParameter) -> nn.Parameter:
+        # Modules with a way of loading of their own may copy, too.
+        if assigns and all(_loads_by_assignment(module) for module, _ in original.homes):
+            return meta_parameter(original)
+        param = _empty_parameter(original)
+        stand_ins[id(param)] = param._version
+        return param
+
+    def is_given(param: nn.Parameter | None) -> bool:
+        if param is None or param.is_meta:
+            return False
+        if stand_ins.get(id(param)) != param._version:
+            return True
+        can_be_nan = param.is_floating_point() or param.is_complex()
+        return can_be_nan and not param.isnan().all()  # `.data.copy_` leaves the version
+
     try:
         with show_faces(root, face):
             result = load(state, strict=strict, **options)
             for original in root.originals():
                 values = [m._parameters[name] for m, name in original.homes]
-                given = [v for v in values if v is not None and not v.is_meta]
-                loaded += [(original, value) for value in given[-1:]]
+                given = [value for value in values if is_given(value)]
+                loaded += [(original, value) for value in given[-1:] if value is not None]
             new_buffers = [module._buffers[name] for module, name, _ in buffers]
     finally:
         for module, name, buffer in buffers:
@@ -239,9 +258,15 @@ def _empty_whole(original: OriginalParameter, piece: Tensor) -> Tensor:
     return torch.empty_strided(original.slot.shape, original.slot.stride, dtype=piece.dtype)
 
 
+def _loads_by_assignment(module: nn.Module) -> bool:
+    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+
+
 def _empty_parameter(original: OriginalParameter) -> nn.Parameter:
+    """Return a parameter of the original shape: NaN, as a sign that nothing was loaded."""
     sharded, slot = original.sharded, original.slot
-    whole = sharded.new_zeros(slot.numel).as_strided(slot.shape, slot.stride)
+    nothing = float("nan") if original.can_train else 0
+    whole = sharded.new_full((slot.numel,), nothing).as_strided(slot.shape, slot.stride)
     if original.is_whole:
         whole.copy_(sharded.detach().as_strided(slot.shape, slot.stride))
     return nn.Parameter(whole, sharded.requires_grad)

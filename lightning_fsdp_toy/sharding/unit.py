@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from lightning_fsdp_toy.sharding.edits import find_data_edits
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
@@ -114,6 +115,7 @@ class Unit:
 
     def pre_forward(self, *_: Any) -> None:
         """Unshard before a forward call (or a call that stands in for it)."""
+        self.root.keep_edits()
         self.root.enter_forward(self)
         self.num_active += 1
         self._masters.append([flat for flat in self.flats if flat.shows_master])
@@ -144,7 +146,10 @@ class Unit:
         if self.num_active == 0:  # another pre-hook raised before ours ran
             return output
         output = self._without_views(output)
+        if self is self.root.root_unit and self.num_active == 1 and self.num_pins == 0:
+            self.root.keep_edits()
         replaced = [o for o in self.originals if self.num_pins == 0 and o.is_replaced]
+        edited = [o for flat in self.flats if self.num_pins == 0 for o in find_data_edits(flat)]
         self.num_active -= 1
         self.root.residency.note_end(self)
         end = self.root.record_end(self)
@@ -159,6 +164,8 @@ class Unit:
                 original.refuse_edits()
         for original in replaced:
             original.refuse_replacement()
+        for original in edited:
+            original.refuse_data_edit()
         return output
 
     def _without_views(self, output: Any) -> Any:
@@ -197,6 +204,7 @@ class Unit:
             eager(self._begin_inner, originals, module)
 
     def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
+        self.root.keep_edits()
         is_held = self.num_pins > 0 and any(flat.shows_master for flat in self.flats)
         stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:

@@ -1,0 +1,199 @@
+"""Models and states that few have: refused by name, or right."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.checkpoint_paths import META_FILE, partial_path, put_in_place
+from lightning_fsdp_toy.sharding import fully_shard, get_root
+from lightning_fsdp_toy.sharding.sharded_checkpoint import (
+    load_sharded_model,
+    save_sharded,
+    sharded_model_state,
+)
+from lightning_fsdp_toy.sharding.state_dict import load_model_state
+from tests.core_helpers import Block, Stack, assert_equal, full_parameters
+from tests.lit_helpers import LitStack, make_trainer, regression_data
+from tests.ranks import run_ranks
+from tests.test_trainer_features import Shared, fit, global_batches
+
+
+class SparseBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+
+class SharedMemory(nn.Module):
+    def __init__(self, is_overlapping):
+        super().__init__()
+        memory = torch.randn(8, 4)
+        self.first = nn.Parameter(memory[:4])
+        self.second = nn.Parameter(memory[3:7] if is_overlapping else memory[4:])
+
+    def forward(self, x):
+        return x @ self.first @ self.second
+
+
+def _refused(make, text, options):
+    with pytest.raises(ValueError, match=text):
+        fully_shard(make(), **options)
+
+
+def gives_options(module):
+    return {"sharding_strategy": None} if isinstance(module, Block) else False
+
+
+def overlapping():
+    return SharedMemory(True)
+
+
+@pytest.mark.parametrize(
+    "make, text, options",
+    [
+        (SparseBuffer, "buffer `adjacency` of layout torch.sparse_coo", {}),
+        (overlapping, "`first` and `second` are two objects over the same memory", {}),
+        (
+            Stack,
+            r"gives units options of their own is not supported, got \['sharding_strategy'\]",
+            {"auto_wrap_policy": CustomPolicy(gives_options)},
+        ),
+    ],
+)
+def test_what_would_go_wrong_silently_is_refused_by_name(make, text, options):
+    run_ranks(_refused, 2, make, text, options)
+
+
+def _side_by_side():
+    torch.manual_seed(0)
+    model = SharedMemory(False)
+    whole = copy.deepcopy(model)
+    fully_shard(model)
+    return full_parameters(model), dict(whole.named_parameters())
+
+
+def test_parameters_side_by_side_in_one_memory_are_sharded():
+    for actual, expected in run_ranks(_side_by_side, 2):
+        assert_equal(actual, expected)
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.linear = nn.Linear(4, 4)
+
+
+def _save_and_load(directory):
+    model = Empty()
+    fully_shard(model)
+    expected = full_parameters(model)
+    save_sharded(get_root(model), Path(directory), {"model": sharded_model_state(get_root(model))})
+    for param in model.parameters():
+        with torch.no_grad():
+            param.zero_()
+    load_sharded_model(get_root(model), Path(directory))
+    assert_equal(full_parameters(model), expected)
+
+
+def test_a_parameter_without_elements_is_in_sharded_checkpoints(tmp_path):
+    run_ranks(_save_and_load, 2, str(tmp_path))
+
+
+class CopiesWhenLoaded(nn.Module):
+    def __init__(self, through_data):
+        super().__init__()
+        self.through_data = through_data
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.other = nn.Parameter(torch.ones(4))
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        with torch.no_grad():
+            target = self.weight.data if self.through_data else self.weight
+            target.copy_(state_dict[prefix + "weight"])
+
+
+def _load_by_copy(through_data):
+    model = nn.Sequential(CopiesWhenLoaded(through_data), nn.Linear(4, 4))
+    state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+    fully_shard(model)
+    load_model_state(get_root(model), state)
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_a_module_that_copies_when_it_is_loaded_is_loaded(world_size, through_data):
+    for weights in run_ranks(_load_by_copy, world_size, through_data):
+        assert weights["0.weight"].eq(3).all() and weights["1.weight"].eq(3).all()
+        assert weights["0.other"].eq(1).all()  # which it does not load
+
+
+def _new_head(directory):
+    torch.manual_seed(0)
+    module = LitStack()
+    make_trainer(ToyFSDPStrategy(), directory, max_steps=2).fit(module, regression_data())
+    module.net.head = nn.Linear(7, 3)
+    before = module.net.head.weight.detach().clone()
+    make_trainer(ToyFSDPStrategy(), directory, max_steps=2).fit(module, regression_data())
+    after = full_parameters(module)["net.head.weight"]
+    return not torch.equal(before, after), after
+
+
+def test_a_head_put_on_between_two_runs_is_trained(tmp_path):
+    (is_trained, first), (_, second) = run_ranks(_new_head, 2, str(tmp_path))
+    assert is_trained
+    assert torch.equal(first, second)
+
+
+class Chosen(Shared):
+    """Asks autograd for the gradients of all parameters by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Stack()
+
+    def training_step(self, batch, _):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.mean_loss(batch, self.net)
+        self.manual_backward(loss, inputs=list(self.net.parameters()))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _fit_chosen(strategy, directory):
+    torch.manual_seed(0)
+    return fit(Chosen(), strategy, directory, global_batches(3))
+
+
+def test_gradients_of_given_inputs_arrive(tmp_path):
+    [expected] = run_ranks(_fit_chosen, 1, "auto", tmp_path)
+    for actual in run_ranks(_fit_chosen, 2, "toy_fsdp", tmp_path):
+        assert_equal(actual, expected)
+
+
+def test_a_link_to_a_sharded_checkpoint_is_replaced_and_what_it_names_stays(tmp_path):
+    sharded = tmp_path / "step=1"
+    sharded.mkdir()
+    (sharded / META_FILE).write_text("small")
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(sharded, target_is_directory=True)
+    partial_path(link).write_text("new")
+    put_in_place(link)
+    assert link.read_text() == "new" and not link.is_symlink()
+    assert (sharded / META_FILE).read_text() == "small"
+
+
+def test_no_backward_prefetch_is_asked_for_by_its_name_here():
+    with pytest.raises(ValueError, match=r"`backward_prefetch=None` .* use `num_prefetch`"):
+        ToyFSDPStrategy(backward_prefetch=None)
