@@ -24,7 +24,8 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7)])
+        # Weights of more elements than ``ALIGNMENT``, so that they are cut, inside a row.
+        self.blocks = nn.ModuleList([nn.Linear(5, 37), nn.Linear(37, 19), nn.Linear(19, 7)])
         self.head = nn.Linear(7, 3)
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.turned = nn.Parameter(torch.randn(5, 3).t())

@@ -366,3 +366,10 @@ def test_a_model_on_the_meta_device_takes_little_memory_of_the_process():
     for share, shards_bytes in run_ranks(_process_bytes_of_setup, 4):
         assert shards_bytes == 24 * 2**20
         assert share < 0.4  # a quarter and a unit or two; over a half while the heap kept units
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2.*init_process_group"):
+        fully_shard(nn.Linear(2, 2))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -135,6 +136,12 @@ def shard_with_options(
         )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
+    if process_group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"This is rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']} (torchrun), "
+            f"but there is no process group, so every rank would train alone. Call "
+            f"torch.distributed.init_process_group() before sharding."
+        )
     if device is None:
         param = next(module.parameters(), None)
         device = param.device if param is not None and not param.is_meta else "cpu"

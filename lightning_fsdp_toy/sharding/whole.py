@@ -22,10 +22,10 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
     """See ``fully_shard.unsharded``."""
     units = root.units_of(module)
     units += [root.root_unit] if root.root_unit not in units else []  # may hold tied weights
-    root.num_scopes += 1
-    root.enter_forward(root.root_unit)
     held: list[Unit] = []
     kept: dict[FlatParameter, Tensor] = {}
+    root.enter_forward(root.root_unit)
+    root.num_scopes += 1
     try:
         for unit in units:
             _hold(root, unit, writeback, kept)
