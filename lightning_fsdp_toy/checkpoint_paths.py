@@ -46,9 +46,11 @@ def clear_the_way(path: Path) -> str | None:
 def put_in_place(path: Path) -> None:
     """Move what was written beside ``path`` to it; an older checkpoint goes only now."""
     partial = partial_path(path)
-    if is_sharded_checkpoint(path) or (path.is_file() and partial.is_dir()):
+    if path.is_symlink():  # what it names stays
+        path.unlink()
+    elif is_sharded_checkpoint(path) or (path.is_file() and partial.is_dir()):
         _remove(path)
-    elif path.is_dir() and partial.is_file() and not path.is_symlink():
+    elif path.is_dir() and partial.is_file():
         path.rmdir()  # an empty one; anything else is not ours to remove
     partial.replace(path)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedSteps"]
 
+_BACKWARD_ARGUMENTS = ("gradient", "retain_graph", "create_graph", "inputs")  # of torch
+
 
 class ShardedSteps(ParallelStrategy):
     """The members of a strategy that run a step.
@@ -79,7 +81,7 @@ class ShardedSteps(ParallelStrategy):
     @contextmanager
     def _whole_root(self) -> Iterator[None]:
         """A step of the LightningModule counts as a forward call of the root unit."""
-        with self.root.forward_scope(self.root.root_unit):
+        with self.root.forward_scope(self.root.root_unit, is_step=True):
             try:
                 yield
             except Exception as error:
@@ -98,12 +100,14 @@ class ShardedSteps(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.root.show_gathered()  # recomputation may come first and read weights directly
+        optimizer, *given = [*args] or [None]
+        kwargs |= dict(zip(_BACKWARD_ARGUMENTS, given, strict=False))
         if kwargs.get("inputs") is not None:  # of autograd: those that forward used
             faces = {id(o.sharded): o.unsharded for o in self.root.originals()}
-            given = kwargs["inputs"]
-            given = [given] if isinstance(given, Tensor) else given
-            kwargs["inputs"] = [faces.get(id(tensor), tensor) for tensor in given]
-        return super().backward(closure_loss, *args, **kwargs)
+            inputs = kwargs["inputs"]
+            inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+            kwargs["inputs"] = [faces.get(id(tensor), tensor) for tensor in inputs]
+        return super().backward(closure_loss, optimizer, **kwargs)
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:

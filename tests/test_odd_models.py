@@ -135,6 +135,32 @@ def test_a_module_that_copies_when_it_is_loaded_is_loaded(world_size, through_da
         assert weights["0.other"].eq(1).all()  # which it does not load
 
 
+class GrowsWhenLoaded(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0 * rows).view(rows, 8))
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        saved = state_dict[prefix + "weight"]
+        with torch.no_grad():
+            self.weight[: len(saved)].lerp_(saved, 0.5)
+
+
+def _load_into_a_part():
+    state = {"weight": torch.ones(20, 8)}
+    whole = GrowsWhenLoaded(30)
+    whole.load_state_dict(state)
+    model = GrowsWhenLoaded(30)
+    fully_shard(model)
+    load_model_state(get_root(model), state)
+    assert_equal(full_parameters(model), dict(whole.named_parameters()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_that_loads_into_a_part_of_its_weight_keeps_the_rest(world_size):
+    run_ranks(_load_into_a_part, world_size)
+
+
 def _new_head(directory):
     torch.manual_seed(0)
     module = LitStack()
@@ -192,6 +218,14 @@ def test_a_link_to_a_sharded_checkpoint_is_replaced_and_what_it_names_stays(tmp_
     put_in_place(link)
     assert link.read_text() == "new" and not link.is_symlink()
     assert (sharded / META_FILE).read_text() == "small"
+    link.unlink()
+    for target in (tmp_path / "empty", tmp_path / "gone"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+        partial_path(link).mkdir()
+        put_in_place(link)
+        assert link.is_dir() and not link.is_symlink()
+        link.rmdir()
 
 
 def test_no_backward_prefetch_is_asked_for_by_its_name_here():

@@ -1,6 +1,7 @@
 """Resuming inside an epoch goes on as if nothing had happened (C27)."""
 
 import functools
+import shutil
 
 import lightning as L
 import pytest
@@ -11,11 +12,14 @@ from torch import nn
 
 from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.data import SyntheticDataModule
+from lightning_fsdp_toy.jobs import JobError
+from lightning_fsdp_toy.launch import launch
 from lightning_fsdp_toy.lit_module import LitLanguageModel
 from lightning_fsdp_toy.models import GPT
 from tests.core_helpers import Stack, assert_equal, make_batches
 from tests.lit_helpers import make_trainer
 from tests.ranks import run_ranks
+from tests.test_launch_jobs import compose
 
 STEP = 4  # micro-batches of an optimizer step, all ranks together
 SAVED_AFTER, NUM_STEPS = 3, 10  # an epoch has 8 steps
@@ -189,3 +193,39 @@ def test_random_numbers_are_not_in_a_checkpoint(tmp_path):
     _, later, _ = run_ranks(_plain, 2, "full", None, path, tmp_path, False)[0]
     assert [(step, rate) for step, _, rate in later] == [(s, r) for s, _, r in steps[SAVED_AFTER:]]
     assert [loss for _, loss, _ in later] != [loss for _, loss, _ in steps[SAVED_AFTER:]]
+
+
+@pytest.fixture(scope="module")
+def sharded_run(tmp_path_factory):
+    """The folder of a run that saved a sharded checkpoint after two steps."""
+    run_dir = tmp_path_factory.mktemp("sharded")
+    launch(compose(run_dir, "trainer.max_steps=2", "strategy.state_dict_type=sharded"))
+    return run_dir / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    "overrides, text",
+    [
+        (["strategy=ddp"], "is a sharded checkpoint, which this `strategy` cannot read"),
+        (["model.num_layers=3"], "holds other weights than `model`: net.layers.2"),
+        (["optimizer=sgd"], "was saved with another `optimizer` than SGD: .* momentum"),
+    ],
+)
+def test_sharded_checkpoints_of_other_runs_are_refused(sharded_run, tmp_path, overrides, text):
+    options = [f"ckpt_path={sharded_run}", "trainer.max_steps=4", *overrides]
+    with pytest.raises(JobError, match=text):
+        launch(compose(tmp_path / "run", *options))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "part", "metadata"])
+def test_damaged_sharded_checkpoints_are_refused(sharded_run, tmp_path, damage):
+    copy = tmp_path / "last.ckpt"
+    shutil.copytree(sharded_run, copy)
+    part = next(copy.glob("__1_*.distcp"))
+    if damage == "cut":
+        part.write_bytes(part.read_bytes()[:100])
+    else:
+        (part if damage == "part" else copy / ".metadata").unlink()
+    with pytest.raises(JobError, match="is a damaged sharded checkpoint"):
+        launch(compose(tmp_path / "run", f"ckpt_path={copy}", "trainer.max_steps=4"))

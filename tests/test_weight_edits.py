@@ -1,12 +1,14 @@
 """Weights edited outside `unsharded` blocks: kept where every rank makes the edit, else refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lightning_fsdp_toy import ToyFSDPStrategy
-from lightning_fsdp_toy.sharding import fully_shard, get_root
+from lightning_fsdp_toy.sharding import fully_shard, get_root, unsharded
 from tests.core_helpers import Stack, assert_equal, full_parameters
 from tests.lit_helpers import make_trainer
 from tests.ranks import run_ranks
@@ -153,3 +155,97 @@ def test_data_given_inside_forward_is_refused(world_size):
 def test_debug_mode_finds_edits_of_data_inside_forward():
     for weight in run_ranks(_edit_in_forward, 2, "data", True):
         assert torch.equal(weight, torch.eye(16))
+
+
+class UnitsAtStart(Shared):
+    """Clamps weights of units before they are gathered, under a module in evaluation mode."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        self.through_data = through_data
+        self.net = Stack()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch, _):
+        self.eval()
+        for param in [*self.net.blocks.parameters(), self.scale]:
+            edit_(param, lambda p: p.clamp_(-0.2, 0.9), self.through_data)
+        with self.trainer.strategy.unsharded() if hasattr(self, "_fsdp_root") else nullcontext():
+            assert self.scale.max() <= 0.9
+            with torch.no_grad():
+                self.net.blocks[0](torch.ones(2, 7))
+        parts = self.parts(batch)
+        return sum(F.mse_loss(self.scale * self.net(x), y) for x, y in parts) / len(parts)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("num_prefetch", [0, 1])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_units_edited_at_the_start_of_a_step_are_not_gathered_before(
+    tmp_path, through_data, num_prefetch
+):
+    [expected] = run_ranks(_fit, 1, UnitsAtStart, through_data, tmp_path, None)
+    options = {"num_prefetch": num_prefetch}
+    for actual in run_ranks(_fit, 2, UnitsAtStart, through_data, tmp_path, options):
+        assert_equal(actual, expected)
+
+
+def _block_under_mixed_precision(directory, has_block):
+    class Blocks(Prototypes):
+        def training_step(self, batch, _):
+            with self.trainer.strategy.unsharded() if has_block else nullcontext():
+                if has_block:
+                    with torch.no_grad():
+                        self.net.blocks[0](torch.ones(2, 7))
+            return self.mean_loss(batch, self.net)
+
+    torch.manual_seed(0)
+    module = Blocks(True)
+    options = {"precision": "bf16-mixed", "use_distributed_sampler": False}
+    make_trainer(ToyFSDPStrategy(), directory, **options).fit(module, global_batches(2))
+    return full_parameters(module)
+
+
+def test_a_block_that_edits_nothing_leaves_masters_as_they_are(tmp_path):
+    [expected, _] = run_ranks(_block_under_mixed_precision, 2, tmp_path, False)
+    for actual in run_ranks(_block_under_mixed_precision, 2, tmp_path, True):
+        assert_equal(actual, expected)
+
+
+class HoldsInForward(Stack):
+    """Holds all weights inside its forward and goes on to use one of its own directly."""
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        with unsharded(self) if "_fsdp_root" in self.__dict__ else nullcontext():
+            penalty = self.blocks[0].up.weight.pow(2).sum()
+        return F.linear(x, self.head.weight) + penalty
+
+
+def _hold_in_forward():
+    torch.manual_seed(0)
+    model, x = HoldsInForward(), torch.ones(2, 5)
+    expected = model(x)
+    fully_shard(model)
+    return torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_block_inside_forward_leaves_the_running_forward_alone(world_size):
+    assert all(run_ranks(_hold_in_forward, world_size))
+
+
+def _debug_with_nan():
+    model = Stack()
+    fully_shard(model, debug=True)
+    with unsharded(model):
+        torch.nn.init.constant_(model.blocks[0].up.weight, float("nan"))
+    return model(torch.ones(1, 5)).isnan().all().item()
+
+
+def test_debug_mode_does_not_take_nan_for_an_edit():
+    assert all(run_ranks(_debug_with_nan, 2))

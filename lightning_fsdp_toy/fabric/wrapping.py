@@ -36,7 +36,7 @@ class ShardedCall(nn.Module):
         """Call the module; an error that comes from using sharded weights says so."""
         root = get_root(self.module)
         # The scope keeps the root unsharded until a failed call has been looked at.
-        with root.forward_scope(root.root_unit):
+        with root.forward_scope(root.root_unit, is_step=True):
             try:
                 return self.module(*args, **kwargs)
             except Exception as error:

@@ -147,6 +147,7 @@ class Backward:
                 return
             self.abandon()  # the last backward raised, its end will not come
         self.is_running = True
+        self.root.edits.keep()  # the root unit may be resharded now
         self.root.residency.boundary()
         self.root.show_gathered()
         self._tasks = [torch._C._current_graph_task_id()]

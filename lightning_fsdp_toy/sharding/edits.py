@@ -10,16 +10,70 @@ Note: edits inside ``training_step``
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 
-__all__ = ["find_data_edits", "keep_edits"]
+if TYPE_CHECKING:
+    from lightning_fsdp_toy.sharding.root import RootState
+
+__all__ = ["EditWindow", "find_data_edits"]
+
+
+class EditWindow:
+    """Knows when weights may be edited inside a ``with`` block that counts as a forward call.
+
+    Args:
+        root: the sharded model.
+
+    Attributes:
+        is_open: the root unit is shown whole, and no module has been called since.
+        is_opening: the block begins: nothing is gathered ahead yet, which would read shards.
+    """
+
+    def __init__(self, root: RootState) -> None:
+        self.root = root
+        self.is_open = False
+        self.is_opening = False
+        self._awaits_calls = False
+
+    def open_scope(self) -> None:
+        """Begin the block: the root unit's pre-forward, without prefetch."""
+        self.is_opening = True
+        try:
+            self.root.root_unit.pre_forward()
+        finally:
+            self.is_opening = False
+        self._awaits_calls = True
+        self.is_open = torch.is_grad_enabled()
+
+    def begin_calls(self) -> None:
+        """A module of the model is called: from here on weights are read, and gathered ahead."""
+        if self.is_opening:
+            return
+        self.keep()
+        if self._awaits_calls:
+            self._awaits_calls = False
+            self.root.residency.prefetch_forward(self.root.root_unit)
+
+    def keep(self) -> None:
+        """Bring edits of the root unit's weights to the shards, if there may be any."""
+        unit = self.root.root_unit
+        if self.is_open and unit.num_pins == 0:
+            self.is_open = False
+            for flat in unit.flats if unit.is_unsharded else ():
+                _keep_edits(flat)
+
+    def close(self) -> None:
+        """Forget a block that an error ended."""
+        self.is_open = self._awaits_calls = False
 
 
 @torch.no_grad()
-def keep_edits(flat: FlatParameter) -> None:
+def _keep_edits(flat: FlatParameter) -> None:
     """Bring edits of the unsharded weights, which every rank has made, to this rank's shard."""
     if flat.is_hidden:  # the modules show pieces
         return
@@ -30,12 +84,12 @@ def keep_edits(flat: FlatParameter) -> None:
         return  # one memory
     own = flat.compute.own
     before = flat.shard.to(own.device, own.dtype)
-    if own.device.type == "cpu" and torch.equal(own, before):  # elsewhere the host would wait
+    if torch.equal(own, before):  # on a GPU the host waits for this
         return
     is_edited = (own != before).to(flat.shard.device)
     edited = own.to(flat.shard.device, flat.shard.dtype)  # of a low dtype only what was edited
     flat.shard.copy_(torch.where(is_edited, edited, flat.shard))
-    flat.note_edited()
+    flat.note_edited([o for o in flat.originals if o.piece_of(is_edited).any()])
 
 
 def find_data_edits(flat: FlatParameter) -> list[OriginalParameter]:
@@ -58,6 +112,7 @@ def find_data_edits(flat: FlatParameter) -> list[OriginalParameter]:
     is_one_memory = flat.is_whole and not flat.is_mixed
     if flat.mesh.world.is_debug and not found and not is_one_memory:
         own = flat.compute.own
-        is_edited = own != flat.shard.to(own.device, own.dtype)
+        before = flat.shard.to(own.device, own.dtype)
+        is_edited = (own != before) & ~(own.isnan() & before.isnan())
         found = [original for original in flat.originals if original.piece_of(is_edited).any()]
     return found

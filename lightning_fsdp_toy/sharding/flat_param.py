@@ -202,9 +202,9 @@ class FlatParameter:
             original.show_sharded()
         self.is_hidden = True
 
-    def note_edited(self) -> None:
-        """The shard was edited on purpose."""
-        for original in self.originals:
+    def note_edited(self, originals: list[OriginalParameter]) -> None:
+        """These were edited on purpose, in the shard."""
+        for original in originals:
             torch.autograd.graph.increment_version(original.sharded)
         self._versions = self._shard_versions()
 

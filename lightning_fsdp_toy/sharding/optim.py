@@ -154,7 +154,7 @@ def tell_of_steps(root: RootState, optimizer: torch.optim.Optimizer) -> None:
     def begins(*_: Any) -> None:
         alive = ref()
         if alive is not None:
-            alive.keep_edits()
+            alive.edits.keep()
 
     def stepped(*_: Any) -> None:
         alive = ref()

@@ -20,7 +20,7 @@ from lightning_fsdp_toy.sharding.build import (
     nesting_of,
     shared_buffers,
 )
-from lightning_fsdp_toy.sharding.edits import keep_edits
+from lightning_fsdp_toy.sharding.edits import EditWindow
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.passes import ForwardPass
 from lightning_fsdp_toy.sharding.residency import Residency
@@ -84,7 +84,7 @@ class RootState:
         self.backward = Backward(self)
         self._hooks: list[AbstractContextManager[None]] = []  # of nested forward calls
         self._stands_in = False  # the outermost call is of a module inside a unit
-        self._is_editable = False  # the root unit is shown whole after an optimizer step
+        self.edits = EditWindow(self)
         self._last: Unit | None = None  # ended last in the forward before
         self._last_ended: Unit | None = None
         self.units: list[Unit] = []
@@ -196,13 +196,18 @@ class RootState:
         return bool(self._hooks)
 
     @contextmanager
-    def forward_scope(self, unit: Unit) -> Iterator[list[Any]]:
-        """A ``with`` block that counts as a forward call of ``unit``; yields a list for outputs."""
+    def forward_scope(self, unit: Unit, is_step: bool = False) -> Iterator[list[Any]]:
+        """A ``with`` block that counts as a forward call of ``unit``; yields a list for outputs.
+
+        One that is a step of the user's begins with code that may edit weights (``edits.py``).
+        """
         outputs: list[Any] = []
         self.num_scopes += 1
         try:
-            unit.pre_forward()
-            self._is_editable = self.module.training and torch.is_grad_enabled()
+            if is_step and self._depth == 0:
+                self.edits.open_scope()
+            else:
+                unit.pre_forward()
             try:
                 yield outputs
             finally:
@@ -219,6 +224,8 @@ class RootState:
         """
         if self.root_unit.num_active == 0:
             return
+        for original in self.root_unit.originals:
+            original.refuse_edits()
         self.residency.boundary()
         is_backward = torch._C._current_graph_task_id() != -1
         for unit in self.units:
@@ -227,16 +234,7 @@ class RootState:
                 unit.reshard()
         if not is_backward:
             self.root_unit.unshard()
-            self._is_editable = True
-
-    def keep_edits(self) -> None:
-        """Bring edits of the root unit's weights to the shards (see ``edits.py``)."""
-        if not self._is_editable:
-            return
-        self._is_editable = False
-        if self.root_unit.is_unsharded:
-            for flat in self.root_unit.flats:
-                keep_edits(flat)
+            self.edits.is_open = True
 
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.
@@ -269,7 +267,7 @@ class RootState:
 
         Weights are gathered anew in every forward of the root, so a stale copy is never used.
         """
-        self._is_editable = False
+        self.edits.close()
         if self.backward.is_running:  # the last backward raised
             self.backward.abandon()
         for unit in self.units:

@@ -105,6 +105,9 @@ def load_model_state(
 ) -> Any:
     """Load a full state dict into the shards of this rank and the buffers.
 
+    A collective where a module has a ``_load_from_state_dict`` of its own, or the model a
+    ``load_state_dict`` that knows no ``assign``: those copy into whole weights.
+
     Args:
         root: the sharded model, at rest.
         state: as the unsharded module's ``state_dict()`` returns.
@@ -126,31 +129,25 @@ def load_model_state(
     assigns = "assign" in inspect.signature(load).parameters
     options = {"assign": True} if assigns else {}
 
-    stand_ins: dict[int, int] = {}  # those with memory: versions by identity
-
     def face(original: OriginalParameter) -> nn.Parameter:
-        # Modules with a way of loading of their own may copy, too.
-        if assigns and all(_loads_by_assignment(module) for module, _ in original.homes):
-            return meta_parameter(original)
-        param = _empty_parameter(original)
-        stand_ins[id(param)] = param._version
-        return param
+        is_assigned = assigns and all(_loads_by_assignment(m) for m, _ in original.homes)
+        return meta_parameter(original) if is_assigned else nn.Parameter(values[original])
 
-    def is_given(param: nn.Parameter | None) -> bool:
-        if param is None or param.is_meta:
-            return False
-        if stand_ins.get(id(param)) != param._version:
-            return True
-        can_be_nan = param.is_floating_point() or param.is_complex()
-        return can_be_nan and not param.isnan().all()  # `.data.copy_` leaves the version
-
+    values: dict[OriginalParameter, Tensor] = {}
+    for flat in root.flats:  # modules that copy into what is there, maybe a part of it
+        if not (
+            assigns and all(_loads_by_assignment(m) for o in flat.originals for m, _ in o.homes)
+        ):
+            whole = _gather_whole(flat, flat.shard)
+            values |= {o: o.view_of(whole).clone() for o in flat.originals}
+            del whole
     try:
         with show_faces(root, face):
             result = load(state, strict=strict, **options)
             for original in root.originals():
-                values = [m._parameters[name] for m, name in original.homes]
-                given = [value for value in values if is_given(value)]
-                loaded += [(original, value) for value in given[-1:] if value is not None]
+                shown = [m._parameters[name] for m, name in original.homes]
+                given = [value for value in shown if value is not None and not value.is_meta]
+                loaded += [(original, value) for value in given[-1:]]
             new_buffers = [module._buffers[name] for module, name, _ in buffers]
     finally:
         for module, name, buffer in buffers:
@@ -259,17 +256,8 @@ def _empty_whole(original: OriginalParameter, piece: Tensor) -> Tensor:
 
 
 def _loads_by_assignment(module: nn.Module) -> bool:
-    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict
-
-
-def _empty_parameter(original: OriginalParameter) -> nn.Parameter:
-    """Return a parameter of the original shape: NaN, as a sign that nothing was loaded."""
-    sharded, slot = original.sharded, original.slot
-    nothing = float("nan") if original.can_train else 0
-    whole = sharded.new_full((slot.numel,), nothing).as_strided(slot.shape, slot.stride)
-    if original.is_whole:
-        whole.copy_(sharded.detach().as_strided(slot.shape, slot.stride))
-    return nn.Parameter(whole, sharded.requires_grad)
+    """Whether loading puts new parameters into a module; those of torch do."""
+    return type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
 
 
 def meta_parameter(original: OriginalParameter) -> nn.Parameter:

@@ -115,7 +115,7 @@ class Unit:
 
     def pre_forward(self, *_: Any) -> None:
         """Unshard before a forward call (or a call that stands in for it)."""
-        self.root.keep_edits()
+        self.root.edits.begin_calls()
         self.root.enter_forward(self)
         self.num_active += 1
         self._masters.append([flat for flat in self.flats if flat.shows_master])
@@ -128,7 +128,8 @@ class Unit:
                 flat.show_compute()
             for flat in self.flats:
                 flat.sync_requires_grad()
-            residency.prefetch_forward(self)
+            if not self.root.edits.is_opening:  # weights may still be edited
+                residency.prefetch_forward(self)
         except BaseException:
             self.num_active -= 1
             self._show_masters()
@@ -147,7 +148,7 @@ class Unit:
             return output
         output = self._without_views(output)
         if self is self.root.root_unit and self.num_active == 1 and self.num_pins == 0:
-            self.root.keep_edits()
+            self.root.edits.keep()
         replaced = [o for o in self.originals if self.num_pins == 0 and o.is_replaced]
         edited = [o for flat in self.flats if self.num_pins == 0 for o in find_data_edits(flat)]
         self.num_active -= 1
@@ -204,7 +205,7 @@ class Unit:
             eager(self._begin_inner, originals, module)
 
     def _begin_inner(self, originals: list[OriginalParameter], module: nn.Module) -> None:
-        self.root.keep_edits()
+        self.root.edits.begin_calls()
         is_held = self.num_pins > 0 and any(flat.shows_master for flat in self.flats)
         stands_in = not self.is_unsharded or self.num_active == 0 or is_held
         if stands_in:

@@ -24,8 +24,13 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
     units += [root.root_unit] if root.root_unit not in units else []  # may hold tied weights
     held: list[Unit] = []
     kept: dict[FlatParameter, Tensor] = {}
-    root.enter_forward(root.root_unit)
+    root.edits.keep()
     root.num_scopes += 1
+    try:
+        root.enter_forward(root.root_unit)
+    except BaseException:
+        root.num_scopes -= 1
+        raise
     try:
         for unit in units:
             _hold(root, unit, writeback, kept)

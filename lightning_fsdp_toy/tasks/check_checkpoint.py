@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 __all__ = ["check_checkpoint"]
 
@@ -38,13 +40,19 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
             f"`ckpt_path={path}` is no checkpoint of a Lightning run: name one, such as "
             "checkpoints/last.ckpt of an earlier run"
         )
-    if not is_sharded:
-        _check_weights(path, checkpoint["state_dict"], module.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    if is_sharded:
+        _check_strategy(path, config)
+        _check_weights(path, _sharded_shapes(path), shapes)
+    else:
+        saved = checkpoint["state_dict"].items()
+        _check_weights(path, {name: tuple(tensor.shape) for name, tensor in saved}, shapes)
         if "optimizer_states" not in checkpoint:
             raise ValueError(
                 f"`ckpt_path={path}` holds weights only and no optimizer state: go on from a "
                 "checkpoint that was saved with `save_weights_only=false`"
             )
+    _check_optimizer(path, checkpoint.get("optimizer_states") or [], module)
     step, max_steps = checkpoint["global_step"], config["trainer"].get("max_steps", -1)
     if 0 < max_steps <= step:
         raise ValueError(
@@ -64,14 +72,62 @@ def _read(path: Path, file: Path) -> Any:
     raise ValueError(f"`ckpt_path={path}` is no readable checkpoint: {reason}; name another one")
 
 
-def _check_weights(path: Path, saved: Any, wanted: dict[str, Any]) -> None:
+def _check_strategy(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a sharded checkpoint for a strategy that reads files only."""
+    strategy = config["strategy"]
+    name = strategy if isinstance(strategy, str) else str(strategy["_target_"])
+    if strategy == "auto" or name.endswith(("DDPStrategy", "SingleDeviceStrategy")):
+        raise ValueError(
+            f"`ckpt_path={path}` is a sharded checkpoint, which this `strategy` cannot read: "
+            "resume it with `strategy=toy_fsdp strategy.state_dict_type=full` for a step, and go "
+            "on from what that saves"
+        )
+
+
+def _sharded_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights in a sharded checkpoint whose files are all there."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        for part in (metadata.storage_data or {}).values():
+            size, end = (path / part.relative_path).stat().st_size, part.offset + part.length
+            if size < end:
+                raise EOFError(f"{part.relative_path} has {size} bytes of at least {end}")
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+        raise ValueError(
+            f"`ckpt_path={path}` is a damaged sharded checkpoint: {error}; name another one"
+        ) from error
+    return {
+        key.removeprefix("model."): tuple(saved.size)
+        for key, saved in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(saved, TensorStorageMetadata)
+    }
+
+
+def _check_optimizer(path: Path, states: list[Any], module: nn.Module) -> None:
+    """Refuse the state of another kind of optimizer: its options would be missing."""
+    make_optimizer = getattr(module, "make_optimizer", None)
+    if make_optimizer is None or len(states) != 1 or not states[0].get("param_groups"):
+        return
+    optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
+    missing = sorted(set(optimizer.defaults) - set(states[0]["param_groups"][0]))
+    if missing:
+        raise ValueError(
+            f"`ckpt_path={path}` was saved with another `optimizer` than "
+            f"{type(optimizer).__name__}: its state has no {', '.join(missing)}; use the "
+            "`optimizer` of the run that saved it"
+        )
+
+
+def _check_weights(
+    path: Path, saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
+) -> None:
     """Compare names and shapes; values do not matter."""
     differences = [f"{name} is missing" for name in wanted if name not in saved]
     differences += [f"{name} is unknown" for name in saved if name not in wanted]
     differences += [
-        f"{name} is {tuple(saved[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in saved and saved[name].shape != tensor.shape
+        f"{name} is {saved[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
     ]
     if differences:
         named = ", ".join(differences[:_NUM_NAMED])

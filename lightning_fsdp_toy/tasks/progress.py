@@ -20,7 +20,8 @@ class ProgressBar(RichProgressBar):
             return trainer.num_training_batches
         steps_left = trainer.max_steps - trainer.global_step
         batches_left = steps_left * trainer.accumulate_grad_batches
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        # Not `completed`: the last batch of the run that was saved counts, too.
+        done: int = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
         return min(trainer.num_training_batches, done + batches_left)
 
     @override
