@@ -70,7 +70,7 @@ def _compare(make_model, policy, units, use_reentrant, loss_fn=_loss, exact=True
                 else:
                     torch.testing.assert_close(actual[name], expected)
         assert all(unit.is_sharded for unit in root.units if unit.has_buffers)
-        assert root.memory.unsharded_bytes == root.memory.reduce_bytes == 0
+        assert root.memory.held["unsharded"] == root.memory.held["reduce"] == 0
     return model
 
 

@@ -86,9 +86,10 @@ def _check_training(how, when, backend, options):
         _train(each, optimizer)
     expected, actual = get_root(plain), get_root(called)
     assert [unit.fqn for unit in actual.units] == [unit.fqn for unit in expected.units]
-    assert list(actual.ledger.records) == list(expected.ledger.records)
+    whats = [[record[:4] for record in each.ledger.records] for each in (actual, expected)]
+    assert whats[0] == whats[1]
     assert actual.memory == expected.memory
-    assert actual.memory.unsharded_bytes == 0
+    assert actual.memory.held["unsharded"] == 0
     _assert_same(full_model_state(actual), full_model_state(expected))
     pairs = [(actual, optimizers[1]), (expected, optimizers[0])]
     _assert_same(*(full_optimizer_state(*pair) for pair in pairs))
@@ -147,7 +148,7 @@ def _check_checkpointed(how, policy):
     assert get_root(model).ledger.calls_by_operation() == (
         get_root(plain).ledger.calls_by_operation()
     )
-    assert get_root(model).memory.unsharded_bytes == 0
+    assert get_root(model).memory.held["unsharded"] == 0
 
 
 def test_compiled_and_checkpointed():

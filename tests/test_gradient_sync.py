@@ -44,7 +44,7 @@ def _accumulate(is_synced, options):
         grads = full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        assert root.memory.reduce_bytes == 0
+        assert root.memory.held["reduce"] == 0
     return reduces, peaks, grads, len(root.units), sum(f.layout.padded_numel for f in root.flats)
 
 

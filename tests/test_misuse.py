@@ -190,7 +190,7 @@ def _interrupted():
     reference.load_state_dict(expected)
     with torch.no_grad():
         assert torch.equal(model(_x()), reference(_x()))
-    assert get_root(model).memory.unsharded_bytes == 0
+    assert get_root(model).memory.held["unsharded"] == 0
 
 
 def test_weights_are_current_after_an_interrupted_forward():
@@ -288,7 +288,7 @@ def _nested_blocks():
         with unsharded(model):
             model.head.bias.data = torch.zeros(4)
     model(_x()).sum().backward()
-    assert get_root(model).memory.unsharded_bytes == 0
+    assert get_root(model).memory.held["unsharded"] == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -308,7 +308,7 @@ def _raising_pre_hook():
     handle.remove()
     model(_x()).sum().backward()
     assert [unit.num_active for unit in get_root(model).units] == [0, 0, 0, 0]
-    assert get_root(model).memory.unsharded_bytes == 0
+    assert get_root(model).memory.held["unsharded"] == 0
 
 
 def test_a_pre_hook_that_raises_first_leaves_counts_right():

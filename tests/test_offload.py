@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp_toy.sharding import fully_shard, get_root, mesh
-from lightning_fsdp_toy.sharding.collectives import NativeTransport
 from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
+from lightning_fsdp_toy.sharding.native import NativeTransport
 from lightning_fsdp_toy.sharding.pairwise import StagedTransport
 from tests.core_helpers import (
     Stack,
@@ -79,7 +79,7 @@ def _train_offloaded(options):
         optimizer.step()
         optimizer.zero_grad()
     assert copies.num_copies == 6 * len(list(root.flats))
-    assert root.memory.reduce_bytes == root.memory.gradients_bytes == 0
+    assert root.memory.held["reduce"] == root.memory.held["gradients"] == 0
     return full_parameters(model)
 
 

@@ -181,7 +181,7 @@ def _watch_bound(make_model, loss_fn, num_prefetch):
         for name, param in reference.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=2e-6, atol=1e-7)
         assert all(unit.is_sharded for unit in root.units)
-        assert root.memory.reduce_bytes == 0
+        assert root.memory.held["reduce"] == 0
     assert max(most) <= nesting + num_prefetch
 
 

@@ -57,7 +57,7 @@ def _hooks_after_sharding():
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
     model(_x()).sum().backward()
-    assert get_root(model).memory.gradients_bytes == 0
+    assert get_root(model).memory.held["gradients"] == 0
     assert_equal(full_parameters(model), dict(reference.state_dict()))
     restore(get_root(model))
     (first,) = model.inp.weight._backward_hooks.values()

@@ -50,7 +50,7 @@ def _hooks_inside(options):
         x = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
         model(x).sum().backward()
         plain(x).sum().backward()
-        assert root.memory.unsharded_bytes == 0
+        assert root.memory.held["unsharded"] == 0
     for fqn, grad in full_gradients(model).items():
         torch.testing.assert_close(grad, plain.get_parameter(fqn).grad)
     weights = {shape for p in plain.parameters() for shape in (p.shape, p.t().shape)}
@@ -109,7 +109,7 @@ def _under_hooks(name):
         reference(x).sum().backward()
         for fqn, grad in full_gradients(model).items():
             assert torch.equal(grad, reference.get_parameter(fqn).grad), fqn
-        assert root.memory.unsharded_bytes == 0
+        assert root.memory.held["unsharded"] == 0
     if name == "checkpoint":
         assert len(calls) == 4  # in two steps
         return

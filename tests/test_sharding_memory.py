@@ -129,7 +129,7 @@ def _gpt_bytes():
     model = GPT(vocab_size=65)
     whole = live_bytes(0) - before
     fully_shard(model)
-    return whole, live_bytes(0) - before, get_root(model).memory.shards_bytes
+    return whole, live_bytes(0) - before, get_root(model).memory.held["shards"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

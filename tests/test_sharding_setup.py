@@ -287,10 +287,10 @@ def _survives_an_exception_inside_forward():
         mse_loss(model, batch)
     handle.remove()
     mse_loss(model, batch).backward()
-    assert root.memory.unsharded_bytes == 0
+    assert root.memory.held["unsharded"] == 0
     with pytest.raises(ZeroDivisionError), unsharded(model):
         raise ZeroDivisionError
-    assert root.memory.unsharded_bytes == 0
+    assert root.memory.held["unsharded"] == 0
 
 
 def test_training_goes_on_after_an_error_in_forward():
@@ -359,7 +359,7 @@ def _process_bytes_of_setup():
     before = process.memory_info().rss
     fully_shard(model, device="cpu")
     grown = process.memory_info().rss - before
-    return grown / (4 * num_blocks * width * width), get_root(model).memory.shards_bytes
+    return grown / (4 * num_blocks * width * width), get_root(model).memory.held["shards"]
 
 
 def test_a_model_on_the_meta_device_takes_little_memory_of_the_process():

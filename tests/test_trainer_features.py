@@ -237,7 +237,7 @@ def _fit_in_hooks(sharding: str, directory: Path) -> tuple[Any, ...]:
     assert torch.equal(last, plain(torch.linspace(-1, 1, 10).view(2, 5)))
     root = get_root(module)
     assert all(unit.is_sharded for unit in root.units) or sharding == "NO_SHARD"
-    assert sharding == "NO_SHARD" or root.memory.unsharded_bytes == 0
+    assert sharding == "NO_SHARD" or root.memory.held["unsharded"] == 0
     return module.outputs, module.shapes, module.losses
 
 

@@ -49,8 +49,8 @@ def _compare_gradients(make_model, loss_fn, is_exact=True, **options):
 
 def _assert_at_rest(model):
     root = get_root(model)
-    assert root.memory.unsharded_bytes == 0
-    assert root.memory.reduce_bytes == 0
+    assert root.memory.held["unsharded"] == 0
+    assert root.memory.held["reduce"] == 0
     assert all(unit.is_sharded for unit in root.units)
 
 
@@ -360,7 +360,7 @@ def _count_collectives(strategy):
             root.ledger.calls("reduce_scatter", unit.fqn),
         )
     model.zero_grad()
-    assert root.memory.gradients_bytes == 0
+    assert root.memory.held["gradients"] == 0
     return counts
 
 
@@ -516,7 +516,7 @@ def _unsharded_in_recomputation(use_reentrant, precision):
         torch.testing.assert_close(grad, reference.get_parameter(name).grad, **tolerance)
     root = get_root(model)
     assert all(unit.is_sharded for unit in root.units)
-    assert root.memory.unsharded_bytes == 0
+    assert root.memory.held["unsharded"] == 0
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(param_dtype="bfloat16")])

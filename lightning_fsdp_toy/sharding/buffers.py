@@ -1,51 +1,18 @@
-"""Full-size buffers that have memory for a while, and the count of bytes held."""
+"""Full-size buffers that have memory for a while."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_fsdp_toy.sharding.collectives import Transport, Work
+from lightning_fsdp_toy.sharding.memory import MemoryCounter
 
-__all__ = ["GatheredBuffer", "MemoryCounter", "give_back_freed_memory", "num_bytes"]
+__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes"]
 
 _LIBC = ctypes.CDLL(None)
-
-
-@dataclass
-class MemoryCounter:
-    """Tensor bytes the core holds on this rank, now and at most since ``reset_peak``.
-
-    Attributes:
-        shards_bytes: master shards; constant after setup.
-        unsharded_bytes: unsharded buffers (none where the shard is the whole).
-        reduce_bytes: reduce buffers, and what a reduction receives into.
-        gradients_bytes: gradient shards made by the last backward.
-        unsharded_peak_bytes: largest ``unsharded_bytes``.
-        peak_bytes: largest sum of the four.
-    """
-
-    shards_bytes: int = 0
-    unsharded_bytes: int = 0
-    reduce_bytes: int = 0
-    gradients_bytes: int = 0
-    unsharded_peak_bytes: int = 0
-    peak_bytes: int = 0
-
-    def add(self, kind: str, num_bytes: int) -> None:
-        """Note that ``num_bytes`` more (or, negative, fewer) bytes of ``kind`` are held."""
-        setattr(self, kind, getattr(self, kind) + num_bytes)
-        self.unsharded_peak_bytes = max(self.unsharded_peak_bytes, self.unsharded_bytes)
-        total = self.shards_bytes + self.unsharded_bytes + self.reduce_bytes + self.gradients_bytes
-        self.peak_bytes = max(self.peak_bytes, total)
-
-    def reset_peak(self) -> None:
-        """Start measuring peaks anew from what is held now."""
-        self.unsharded_peak_bytes = self.peak_bytes = 0
-        self.add("unsharded_bytes", 0)
 
 
 class GatheredBuffer:
@@ -79,7 +46,7 @@ class GatheredBuffer:
         self._has_memory = True
         self._work: Work | None = None
         if not is_permanent:
-            memory.add("unsharded_bytes", num_bytes(tensor))
+            memory.add("unsharded", num_bytes(tensor))
 
     @property
     def has_memory(self) -> bool:
@@ -100,7 +67,7 @@ class GatheredBuffer:
         """Give it memory; the contents are undefined."""
         if not self._has_memory:
             self.transport.allocate_(self.tensor)
-            self.memory.add("unsharded_bytes", num_bytes(self.tensor))
+            self.memory.add("unsharded", num_bytes(self.tensor))
             self._has_memory = True
 
     @torch.no_grad()
@@ -145,7 +112,7 @@ class GatheredBuffer:
         self.wait()  # messages under way still write to it
         if self._has_memory and not self.is_permanent:
             self.transport.release_(self.tensor)
-            self.memory.add("unsharded_bytes", -num_bytes(self.tensor))
+            self.memory.add("unsharded", -num_bytes(self.tensor))
             self._has_memory = False
 
 

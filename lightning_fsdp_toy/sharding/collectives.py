@@ -1,7 +1,8 @@
 """All-gather, reduce-scatter and all-reduce over flat tensors.
 
 Note: two transports
-    **Native** hands a whole buffer to the process group (NCCL does it in place and well).
+    **Native** (``native.py``) hands a whole buffer to the process group (NCCL does it in place and
+    well).
     **Pairwise** (``pairwise.py``) is for gloo, whose reduce-scatter is an all-reduce and a copy
     (twice the bytes) and whose all-gather goes through a full-size temporary. Every rank sends each
     peer exactly what that peer needs, straight out of the buffer, and receives in place::
@@ -37,25 +38,15 @@ from torch import Tensor
 
 from lightning_fsdp_toy.sharding.debug import disagreement
 from lightning_fsdp_toy.sharding.groups import backend_for, new_group_like
-from lightning_fsdp_toy.sharding.ledger import Ledger
+from lightning_fsdp_toy.sharding.ledger import Ledger, OpenCollective
 from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 
 __all__ = [
-    "LocalTransport",
-    "NativeTransport",
+    "RanksDisagreeError",
     "Transport",
     "Work",
     "copy_unless_same_",
 ]
-
-
-# torch 2.13 renamed these and warns on the old names.
-_all_gather_single: Callable[..., Any] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)
-_reduce_scatter_single: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)
 
 
 class Work:
@@ -114,11 +105,10 @@ class Transport(ABC):
             unit: name for the ledger and for errors.
         """
         as_bytes = buffer.view(torch.uint8), own.view(torch.uint8)
-        work = self._start(
-            "all-gather", unit, buffer, lambda: self._start_all_gather_(*as_bytes, unit)
+        return self._start(
+            *("all-gather", unit, buffer, self._share(buffer)),
+            lambda: self._start_all_gather_(*as_bytes, unit),
         )
-        self._record("all_gather", unit, buffer)
-        return work
 
     def all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> None:
         """Fill ``buffer`` (1D) with every rank's ``own`` (1D), in rank order."""
@@ -136,14 +126,10 @@ class Transport(ABC):
             accumulate: keep what ``out`` holds and add to it; otherwise it is overwritten.
             unit: name for the ledger and for errors.
         """
-        work = self._start(
-            "reduce-scatter",
-            unit,
-            buffer,
+        return self._start(
+            *("reduce-scatter", unit, buffer, self._share(buffer)),
             lambda: self._start_reduce_scatter(buffer, out, accumulate, unit),
         )
-        self._record("reduce_scatter", unit, buffer)
-        return work
 
     def start_all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> Work:
         """Begin to add every rank's ``buffer`` into ``out`` (1D, same numel), in rank order."""
@@ -155,23 +141,21 @@ class Transport(ABC):
             def finish() -> None:
                 work.wait()
                 self._start_all_gather_(out.view(torch.uint8), part.view(torch.uint8), unit).wait()
-                self._record("all_reduce", unit, out)
 
             return Work(finish)
 
-        work = self._start("all-reduce", unit, buffer, begin)
-        self._record("all_reduce", unit, buffer)
-        return work
+        sent = self._share(buffer) + self._share(out)
+        return self._start("all-reduce", unit, buffer, sent, begin)
 
     def broadcast_(self, tensor: Tensor, unit: str) -> None:
         """Overwrite ``tensor`` (1D, any dtype) with rank 0's."""
         if self.group is None or self.world_size == 1:
             return
         self._compare("broadcast", unit, f"{tensor.numel()} x {tensor.dtype}")
-        with self._named("broadcast", unit):
+        size = tensor.numel() * tensor.element_size()
+        sent = size if self.rank == 0 else 0
+        with self._named("broadcast", unit), self.ledger.blocking("broadcast", unit, size, sent):
             dist.broadcast(tensor.view(torch.uint8), group=self.group, group_src=0)
-        sent = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
-        self.ledger.record("broadcast", unit, sent)
 
     def any_rank(self, flags: list[bool], unit: str) -> list[bool]:
         """Return for each flag whether any rank has it set (a few bytes, never on the device)."""
@@ -179,9 +163,9 @@ class Transport(ABC):
             return flags
         tensor = torch.tensor(flags, dtype=torch.uint8)
         self._compare("agreement", unit, f"{len(flags)} flags")
-        with self._named("agreement on used parameters", unit, self._control):
+        named = self._named("agreement on used parameters", unit, self._control)
+        with named, self.ledger.blocking("control", unit, len(flags), len(flags)):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
-        self.ledger.record("control", unit, tensor.numel())
         return [bool(flag) for flag in tensor.tolist()]
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
@@ -193,6 +177,16 @@ class Transport(ABC):
         with self._named("agreement", unit, self._control):
             dist.all_gather_object(gathered, value, group=self._control)
         return gathered
+
+    def collect_objects(self, value: Any, unit: str) -> list[Any] | None:
+        """Return every rank's ``value`` (picklable), in rank order, on rank 0; None elsewhere."""
+        if self._control is None or self.world_size == 1:
+            return [value]
+        collected: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self._compare("collection", unit, "objects")
+        with self._named("collection", unit, self._control):
+            dist.gather_object(value, collected, group=self._control, group_dst=0)
+        return collected
 
     def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
         """Return the bytes that reducing ``buffer`` into ``out`` holds beside the two."""
@@ -206,14 +200,22 @@ class Transport(ABC):
         self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
     ) -> Work: ...
 
-    def _record(self, operation: str, unit: str, buffer: Tensor) -> None:
-        if self.world_size > 1:
-            share = buffer.numel() * buffer.element_size() // self.world_size
-            self.ledger.record(operation, unit, share * (self.world_size - 1))
+    def _share(self, buffer: Tensor) -> int:
+        """Bytes of all shards of ``buffer`` but one: what a rank sends to bring them to all."""
+        share = buffer.numel() * buffer.element_size() // self.world_size
+        return share * (self.world_size - 1)
 
-    def _start(self, operation: str, unit: str, buffer: Tensor, begin: Callable[[], Work]) -> Work:
+    def _start(
+        self,
+        operation: str,
+        unit: str,
+        buffer: Tensor,
+        sent_bytes: int,
+        begin: Callable[[], Work],
+    ) -> Work:
         """Begin a collective; its work names it to the stall detector while it waits."""
         self._compare(operation, unit, f"{buffer.numel()} x {buffer.dtype}")
+        entry = self._open(operation.replace("-", "_"), unit, buffer, sent_bytes)
         try:
             work = begin()
         except RuntimeError:  # a lost peer
@@ -222,9 +224,22 @@ class Transport(ABC):
 
         def finish() -> None:
             with self._named(operation, unit):
+                if entry is None:
+                    work.wait()
+                    return
+                entry.wait_begins()
                 work.wait()
+                entry.close()
 
         return Work(finish)
+
+    def _open(
+        self, operation: str, unit: str, buffer: Tensor, sent_bytes: int
+    ) -> OpenCollective | None:
+        if self.world_size == 1:
+            return None
+        payload_bytes = buffer.numel() * buffer.element_size()
+        return self.ledger.open(operation, unit, payload_bytes, sent_bytes, buffer.device)
 
     @contextmanager
     def _named(
@@ -267,72 +282,6 @@ class Transport(ABC):
 
 class RanksDisagreeError(RuntimeError):
     """Debug mode found ranks at different collectives."""
-
-
-class LocalTransport(Transport):
-    """One rank: nothing to move."""
-
-    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
-        copy_unless_same_(buffer, own)
-        return Work()
-
-    def _start_reduce_scatter(
-        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
-    ) -> Work:
-        out.add_(buffer) if accumulate else out.copy_(buffer)
-        return Work()
-
-
-class NativeTransport(Transport):
-    """The process group's own collectives (see the note on two transports).
-
-    Args:
-        group: process group.
-        ledger: where collectives are counted.
-        backend: the one of the group's that moves the tensors.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, backend: str) -> None:
-        super().__init__(group, ledger)
-        self._reduce_group = new_group_like(group, backend) if backend == "nccl" else group
-
-    def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
-        """One more shard, where the sum arrives before it is added or converted."""
-        is_direct = self._is_direct(buffer, out, accumulate)
-        return 0 if is_direct else out.numel() * buffer.element_size()
-
-    @staticmethod
-    def _is_direct(buffer: Tensor, out: Tensor, accumulate: bool) -> bool:
-        return not accumulate and buffer.dtype == out.dtype
-
-    def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work:
-        part = buffer.chunk(self.world_size)[self.rank]
-        copy_unless_same_(part, own)
-        work = _all_gather_single(buffer, part, group=self.group, async_op=True)  # in place
-        return Work(work.wait)
-
-    def _start_reduce_scatter(
-        self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str
-    ) -> Work:
-        is_direct = self._is_direct(buffer, out, accumulate)
-        total = out if is_direct else buffer.new_empty(out.numel())
-        work = _reduce_scatter_single(
-            _real(total), _real(buffer), group=self._reduce_group, async_op=True
-        )
-
-        def finish() -> None:
-            work.wait()
-            if accumulate:
-                out.add_(total)
-            elif not is_direct:
-                out.copy_(total)
-
-        return Work(finish)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Show complex numbers as pairs of real ones, which every backend can add."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def copy_unless_same_(target: Tensor, source: Tensor) -> None:

@@ -37,10 +37,11 @@ from bisect import bisect_right
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp_toy.sharding.buffers import GatheredBuffer, MemoryCounter, num_bytes
+from lightning_fsdp_toy.sharding.buffers import GatheredBuffer, num_bytes
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.gradients import FlatGradient
 from lightning_fsdp_toy.sharding.layout import UnitLayout
+from lightning_fsdp_toy.sharding.memory import MemoryCounter
 from lightning_fsdp_toy.sharding.mesh import RankMesh
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 
@@ -125,7 +126,7 @@ class FlatParameter:
         self.shard = own if self.is_whole else own.clone()  # 1D, padded_numel / num_shards
         if not is_on_device:
             self.shard = own.cpu().pin_memory()
-        self.memory.add("shards_bytes", num_bytes(self.shard))
+        self.memory.add("shards", num_bytes(self.shard))
         args = (shards, self.memory, self.name)
         self.master = GatheredBuffer(whole, *args, is_permanent=self.is_whole)
         self.compute = self.master

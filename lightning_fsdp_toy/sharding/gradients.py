@@ -22,10 +22,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fsdp_toy.sharding.buffers import MemoryCounter, num_bytes
+from lightning_fsdp_toy.sharding.buffers import num_bytes
 from lightning_fsdp_toy.sharding.collectives import Work
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.layout import UnitLayout
+from lightning_fsdp_toy.sharding.memory import MemoryCounter
 from lightning_fsdp_toy.sharding.mesh import RankMesh
 
 __all__ = ["FlatGradient"]
@@ -81,7 +82,7 @@ class FlatGradient:
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.buffer is None:
             self.buffer = self._empty()
-            self.memory.add("reduce_bytes", num_bytes(self.buffer))
+            self.memory.add("reduce", num_bytes(self.buffer))
         place = original.view_of(self.buffer)
         if original.has_gradient:
             place.add_(grad, alpha=scale)
@@ -114,7 +115,7 @@ class FlatGradient:
         buffer = self.buffer
         if buffer is None:  # other ranks may have gradients: this one counts as zero
             buffer = self._empty().zero_()
-            self.memory.add("reduce_bytes", num_bytes(buffer))
+            self.memory.add("reduce", num_bytes(buffer))
         else:
             self._zero_missing(buffer)
         out, accumulate = self._open_shard()
@@ -125,7 +126,7 @@ class FlatGradient:
 
         def free() -> None:
             finish()
-            self.memory.add("reduce_bytes", -num_bytes(held.pop()))
+            self.memory.add("reduce", -num_bytes(held.pop()))
 
         del buffer
         return used, Work(free)
@@ -135,7 +136,7 @@ class FlatGradient:
         if not self.is_offloaded:
             return self._start_on_device(buffer, out, accumulate)
         total = torch.empty_like(out, device=self.device)
-        self.memory.add("reduce_bytes", num_bytes(total))
+        self.memory.add("reduce", num_bytes(total))
         if accumulate:
             total.copy_(out, non_blocking=True)
         finish = self._start_on_device(buffer, total, accumulate)
@@ -143,7 +144,7 @@ class FlatGradient:
         def move() -> None:
             finish()
             out.copy_(total, non_blocking=True)
-            self.memory.add("reduce_bytes", -num_bytes(total))
+            self.memory.add("reduce", -num_bytes(total))
 
         return move
 
@@ -168,11 +169,11 @@ class FlatGradient:
                 replicas.start_all_reduce(part, out, accumulate, self.name).wait()
 
             work = Work(across)
-        self.memory.add("reduce_bytes", scratch)
+        self.memory.add("reduce", scratch)
 
         def finish() -> None:
             work.wait()
-            self.memory.add("reduce_bytes", -scratch)
+            self.memory.add("reduce", -scratch)
 
         return finish
 
@@ -205,7 +206,7 @@ class FlatGradient:
                     f"micro-batches, kept by no_sync, are lost with its own.",
                     stacklevel=2,
                 )
-            self.memory.add("reduce_bytes", -num_bytes(self.buffer))
+            self.memory.add("reduce", -num_bytes(self.buffer))
             self._forget_buffer()
 
     def _forget_buffer(self) -> None:
@@ -227,8 +228,8 @@ class FlatGradient:
         if out is None or self._is_dropped(out):
             out = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
             size = num_bytes(out)
-            self.memory.add("gradients_bytes", size)
-            weakref.finalize(out, self.memory.add, "gradients_bytes", -size)
+            self.memory.add("gradients", size)
+            weakref.finalize(out, self.memory.add, "gradients", -size)
             if any(grad is not None for grad in grads):
                 out.zero_()  # every gradient was replaced by a tensor of the user's
         if all(grad is None for grad in grads):

@@ -22,13 +22,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_fsdp_toy.sharding.collectives import (
-    LocalTransport,
-    NativeTransport,
-    Transport,
-)
+from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
 from lightning_fsdp_toy.sharding.ledger import Ledger
+from lightning_fsdp_toy.sharding.native import LocalTransport, NativeTransport
 from lightning_fsdp_toy.sharding.options import check_device_mesh
 from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport, StagedTransport
 

@@ -112,8 +112,9 @@ def _max_over_ranks(root: RootState, values: Tensor) -> Tensor:
 def _all_reduce(root: RootState, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
     transport = root.mesh.shards
     if transport.world_size > 1:
-        dist.all_reduce(values, op=op, group=transport.group)
-        root.ledger.record("control", "<norm>", values.numel() * values.element_size())
+        size = values.numel() * values.element_size()
+        with root.ledger.blocking("control", "<norm>", size, size):
+            dist.all_reduce(values, op=op, group=transport.group)
 
 
 def _stack(values: list[Tensor], device: torch.device) -> Tensor:

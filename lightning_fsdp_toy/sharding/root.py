@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.backward import Backward
-from lightning_fsdp_toy.sharding.buffers import MemoryCounter, give_back_freed_memory
+from lightning_fsdp_toy.sharding.buffers import give_back_freed_memory
 from lightning_fsdp_toy.sharding.build import (
     broadcast_buffers,
     build_units,
@@ -22,6 +22,8 @@ from lightning_fsdp_toy.sharding.build import (
 )
 from lightning_fsdp_toy.sharding.edits import EditWindow
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.memory import MemoryCounter
+from lightning_fsdp_toy.sharding.observer import Observer
 from lightning_fsdp_toy.sharding.passes import ForwardPass
 from lightning_fsdp_toy.sharding.residency import Residency
 from lightning_fsdp_toy.sharding.saved import SavedTensors
@@ -72,6 +74,7 @@ class RootState:
         for transport in mesh.transports:
             transport.is_debug = options.debug
         self.memory = MemoryCounter()
+        self.observers: list[Observer] = []  # for timelines of a few steps
         self.gradient_scale = 1.0 / mesh.world.world_size
         self.is_syncing = True
         self.num_forwards = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _checkpoint_hook
 
+from lightning_fsdp_toy.sharding.memory import SavedBytes
 from lightning_fsdp_toy.sharding.residency import current_reader
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Saved(NamedTuple):
 
     tensor: Tensor
     version: int
+    held: object = None  # counts its memory as an activation's
 
 
 class _Foreign(NamedTuple):
@@ -82,6 +84,7 @@ class SavedTensors:
 
     def __init__(self, root: RootState) -> None:
         self.root = root
+        self._activations = SavedBytes(root.memory)
         # By the memory address of each unsharded buffer.
         self._by_ptr: dict[int, tuple[Unit, FlatParameter, GatheredBuffer]] = {}
 
@@ -116,7 +119,7 @@ class SavedTensors:
         is_strided = tensor.layout is torch.strided
         found = self._by_ptr.get(tensor.untyped_storage().data_ptr()) if is_strided else None
         if found is None:
-            return _pack_other(outer, tensor)
+            return self._pack_other(outer, tensor)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
         return _Handle(
@@ -133,12 +136,33 @@ class SavedTensors:
             original.sharded._version,
         )
 
+    def _pack_other(self, outer: _Hooks | None, tensor: Tensor) -> Any:
+        if outer is not None:
+            pack, unpack = outer
+            return _Foreign(unpack, pack(tensor))
+        if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
+            tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            return tensor
+        if not self.root.memory.counts_activations:
+            return _Saved(tensor, tensor._version)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._shards:
+            return _Saved(tensor, tensor._version)
+        held = self._activations.hold(storage.data_ptr(), storage.nbytes())
+        return _Saved(tensor, tensor._version, held)
+
+    @cached_property
+    def _shards(self) -> set[int]:
+        """Addresses of weights that are saved as they are: the shard is the whole."""
+        return {flat.shard.untyped_storage().data_ptr() for flat in self.root.flats}
+
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor again, unsharding its unit if it was a view of one."""
         if isinstance(packed, _Handle):
             return self._unpack_handle(packed)
         if isinstance(packed, _Saved):
-            tensor, version = packed
+            tensor, version, _ = packed
             if tensor._version != version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
@@ -179,15 +203,6 @@ class SavedTensors:
         if handle.dtype != whole.dtype:
             whole = whole.view(handle.dtype)
         return whole.as_strided(handle.size, handle.stride, handle.offset)
-
-
-def _pack_other(outer: _Hooks | None, tensor: Tensor) -> Any:
-    if outer is not None:
-        pack, unpack = outer
-        return _Foreign(unpack, pack(tensor))
-    if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
-        tensor = tensor.detach()
-    return _Saved(tensor, tensor._version) if tensor.layout is torch.strided else tensor
 
 
 def _is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:

@@ -136,6 +136,7 @@ class Unit:
             residency.note_end(self)
             self.root.exit_forward()
             raise
+        self._note("forward")
         self.root.record_start(self)
 
     def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -146,6 +147,7 @@ class Unit:
         """
         if self.num_active == 0:  # another pre-hook raised before ours ran
             return output
+        self._note("end_forward")
         output = self._without_views(output)
         if self is self.root.root_unit and self.num_active == 1 and self.num_pins == 0:
             self.root.edits.keep()
@@ -232,16 +234,21 @@ class Unit:
         """Unshard for backward."""
         self.was_gathered = True
         self.unshard()
+        self._note("backward")
 
     def collect(self, flat: FlatParameter, original: OriginalParameter) -> None:
         """A gradient has arrived."""
         if original.unsharded.grad is None:  # frozen since the forward: autograd drops it
             return
         self.root.backward.note_gradient(self)
+        is_first = flat.gradient.buffer is None
         flat.gradient.collect(original, self.root.gradient_scale)
+        if is_first:
+            self._note("collect")
 
     def post_backward(self) -> None:
         """Reshard: backward is past this unit."""
+        self._note("end_backward")
         self.was_gathered = self.is_recomputed = False
         self.reader = None
         if not self.is_sharded and self.num_pins == 0:
@@ -273,6 +280,7 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Begin to gather the weights."""
+        self._note("gather")
         with self._range("all_gather"):
             self.root.residency.add(self)
             for flat in self.flats:
@@ -292,6 +300,7 @@ class Unit:
                 if flat.state is ParamState.GATHERING:
                     flat.finish_unshard()
                     self.root.saved.add(self, flat, flat.compute)
+        self._note("unsharded")
 
     def reshard(self) -> None:
         """Free the unsharded weights."""
@@ -304,6 +313,7 @@ class Unit:
                     self.root.saved.remove(flat.master)
                     flat.master.release()
             self.root.residency.remove(self)
+        self._note("sharded")
 
     def hide(self) -> None:
         """Let the modules show pieces while its weights wait for backward."""
@@ -337,6 +347,10 @@ class Unit:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _note(self, what: str) -> None:
+        for observer in self.root.observers:
+            observer.note(self.fqn, what)
 
     def _range(self, phase: str) -> record_function:
         label = f"FSDP::{phase} ({self.fqn})"

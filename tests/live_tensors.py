@@ -1,0 +1,53 @@
+"""Counts the bytes of all tensors that operations make, exactly: for comparisons with formulas."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """Inside it every storage that an operation returns is counted until it is freed.
+
+    Args:
+        known: tensors that live already.
+        on_change: called before and after every operation with the bytes that live then, and
+            whether it is before.
+    """
+
+    def __init__(self, known: list[Tensor], on_change: Callable[[int, bool], None]) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.on_change = on_change
+        for tensor in known:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.on_change(self.bytes, True)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self.on_change(self.bytes, False)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self.storages.setdefault(storage._cdata, self._ref(storage))
+
+    def _ref(self, storage: torch.UntypedStorage) -> weakref.ref[Any]:
+        key, storages = storage._cdata, self.storages
+        return weakref.ref(storage, lambda _: storages.pop(key, None))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that live now: storages lose and regain memory while they live."""
+        live = (ref() for ref in list(self.storages.values()))
+        return sum(storage.nbytes() for storage in live if storage is not None)
