@@ -92,8 +92,8 @@ def test_final_metrics_stand_beside_the_hyper_parameters_once(tmp_path: Path) ->
     content = summaries["_hparams_/session_start_info"].plugin_data.content
     assert b"model.d_model" in content and b"trainer.max_steps" in content
     experiment = summaries["_hparams_/experiment"].plugin_data.content
-    memory = ("memory/tensors_mib", "memory/process_peak_mib")
-    for tag in ("val/loss", "val/perplexity", "throughput/tokens_per_s", *memory):
+    memory = ("memory/run_tensors_mib", "memory/run_process_peak_mib")
+    for tag in ("val/loss", "val/perplexity", "throughput/run_tokens_per_s", *memory):
         assert tag.encode() in experiment
         values = read_scalars(tmp_path, tag)
         assert len({step for step, _ in values}) == len(values)

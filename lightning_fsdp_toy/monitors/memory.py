@@ -1,73 +1,138 @@
-"""Counts the bytes that live tensors hold on this rank: no formula, no estimate."""
+"""Memory of a run: tensor bytes by kind, and of the whole process or device."""
 
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from typing_extensions import override
 
-__all__ = ["TensorBytes", "count_tensor_bytes", "process_peak_bytes"]
+from lightning_fsdp_toy.monitors.counting import ProcessPeak, count_tensor_bytes, process_bytes
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.sharding.memory import KINDS, MemoryCounter, PeakWindow
 
-
-@dataclass(frozen=True)
-class TensorBytes:
-    """Bytes of the memory behind a model's tensors on this rank, each memory counted once."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
+__all__ = ["MemoryMonitor"]
 
 
-def count_tensor_bytes(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> TensorBytes:
-    """Count what this rank holds for parameters, gradients and optimizer state now.
+class MemoryMonitor(Monitor):
+    """Logs `memory/*`, in MiB: peaks since the last log.
 
-    Counts whole storages, padding included, and each storage once however many tensors view it:
-    tied parameters, or the parts of one flat parameter. Of sharded tensors, this rank's part.
-    Parameters are those of `module` and those the optimizers update. Makes no copy and no
-    communication; may be called on any subset of the ranks.
+    ==========================  ==================================================================
+    `shards_mib`                master weights
+    `unsharded_mib`             gathered weights
+    `reduce_mib`                buffers that gradients are reduced in
+    `gradients_mib`             gradients that the optimizer sees
+    `optimizer_mib`             optimizer state
+    `activations_mib`           what autograd saved for backward
+    `tensors_mib`               largest sum of these
+    `process_mib`               resident memory of the process now (not on CUDA)
+    `process_peak_mib`          and at most
+    `allocated_mib`             CUDA: of the allocator at most, all tensors and temporaries
+    `reserved_mib`              CUDA: what the allocator took from the device at most
+    ==========================  ==================================================================
 
-    >>> count_tensor_bytes(nn.Linear(3, 2, bias=False)).parameters
-    24
+    Under other strategies than this package's `shards_mib` is what this rank holds of the weights,
+    and gradients are counted once between logs, before a step; there is no `unsharded_mib`,
+    `reduce_mib`, `activations_mib` and `tensors_mib`.
+
+    Args:
+        every_n_steps: see `Monitor`.
     """
-    optimizers = list(optimizers)
-    parameters: list[torch.Tensor] = list(module.parameters())
-    for optimizer in optimizers:
-        parameters += [each for group in optimizer.param_groups for each in group["params"]]
-    state = [
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    return TensorBytes(
-        parameters=_storage_bytes(parameters),
-        gradients=_storage_bytes(gradients),
-        optimizer=_storage_bytes(state),
-    )
+
+    group = "memory"
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self._process = ProcessPeak()
+        self._window: PeakWindow | None = None
+        self._gradients: int | None = None
+        self._optimizer: tuple[list[int], int] = ([], 0)  # number of states, their bytes
+
+    @override
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        memory = _memory_of(trainer)
+        if memory is not None:
+            memory.counts_activations = True
+            if self._window is None:
+                self._window = memory.open_window()
+            self._count_optimizer(trainer, pl_module)
+        self._restart(pl_module.device)
+
+    def _restart(self, device: torch.device) -> None:
+        if self._window is not None:
+            self._window.restart()
+        self._gradients = None
+        self._process.restart()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._window is None and self._gradients is None:
+            self._gradients = count_tensor_bytes(pl_module).gradients
+
+    @override
+    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
+        optimizer = self._count_optimizer(trainer, pl_module)
+        values: dict[str, int | None] = {}
+        if self._window is not None:
+            values |= {f"{kind}_mib": self._window.by_kind[kind] for kind in KINDS}
+            values["tensors_mib"] = self._window.total_bytes
+        else:
+            values["shards_mib"] = count_tensor_bytes(pl_module).parameters
+            if stage == "train":
+                values |= {"gradients_mib": self._gradients, "optimizer_mib": optimizer}
+        device = pl_module.device
+        if device.type == "cuda":
+            values["allocated_mib"] = torch.cuda.max_memory_allocated(device)
+            values["reserved_mib"] = torch.cuda.max_memory_reserved(device)
+        else:
+            values["process_mib"] = process_bytes()
+            values["process_peak_mib"] = self._process.bytes()
+        self._restart(device)
+        return {name: None if value is None else value / MIB for name, value in values.items()}
+
+    @override
+    def end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        memory = _memory_of(trainer)
+        if memory is not None and self._window is not None:
+            memory.close_window(self._window)
+            memory.counts_activations = False
+        self._window = None
+
+    @override
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_test_end(trainer, pl_module)
+        self.end(trainer, pl_module)
+
+    @override
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_predict_end(trainer, pl_module)
+        self.end(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn != "fit":
+            self.end(trainer, pl_module)
+
+    def _count_optimizer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> int:
+        """Count optimizer state anew when there is more of it; tell the core."""
+        sizes = [len(optimizer.state) for optimizer in trainer.optimizers]
+        if sizes != self._optimizer[0]:
+            counted = count_tensor_bytes(pl_module, trainer.optimizers).optimizer
+            self._optimizer = sizes, counted
+        memory = _memory_of(trainer)
+        if memory is not None:
+            memory.set("optimizer", self._optimizer[1])
+        return self._optimizer[1]
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    sizes: dict[tuple[torch.device, int], int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == "meta":
-            continue  # nothing is allocated
-        storage = local.untyped_storage()
-        sizes[local.device, storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def process_peak_bytes() -> int | None:
-    """Largest resident memory of this process so far; `None` where the system cannot tell."""
-    if sys.platform == "win32":
-        return None
-    import resource  # not there on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+def _memory_of(trainer: L.Trainer) -> MemoryCounter | None:
+    """Return the core's counter under this package's strategy."""
+    root: Any = getattr(trainer.strategy, "root", None)
+    memory = getattr(root, "memory", None)
+    return memory if isinstance(memory, MemoryCounter) else None

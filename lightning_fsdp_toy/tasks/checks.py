@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_fsdp_toy.data import MicroBatchDataModule
 from lightning_fsdp_toy.messages import naming
+from lightning_fsdp_toy.monitors import Timeline
 from lightning_fsdp_toy.strategy import ToyFSDPStrategy
 from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.arguments import check_arguments, check_targets, find_target
@@ -38,9 +39,9 @@ PRECISIONS = (
 KEYS = {  # of conf/train.yaml
     *("task", "model", "data", "strategy", "optimizer", "trainer", "logger", "callbacks"),
     *("devices", "num_nodes", "accelerator", "precision", "seed", "ckpt_path"),
-    *("lit_module", "launch", "run_dir", "world_size"),
+    *("lit_module", "launch", "run_dir", "world_size", "trace"),
 }
-_OPTIONAL = {"logger", "callbacks", "ckpt_path"}
+_OPTIONAL = {"logger", "callbacks", "ckpt_path", "trace"}
 _NOT_OF_TRAINER = {"strategy", "devices", "num_nodes", "accelerator", "precision"}
 _NOT_OF_TRAINER |= {"logger", "callbacks"}
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -192,6 +193,16 @@ def _check_scalars(config: dict[str, Any]) -> None:
             raise ValueError(
                 f"`launch.{key}={value}`: expected a whole number of at least {minimum}"
             )
+    trace = config.get("trace")
+    if not isinstance(trace, bool | dict | None):
+        raise ValueError(
+            f"`trace={trace}`: expected `+trace=true`, or `+trace.first_step=... "
+            "+trace.num_steps=...`"
+        )
+    if isinstance(trace, dict):
+        check_arguments(trace, "trace", Timeline)
+        with naming("trace"):
+            Timeline("", **trace)
     before = config["task"].get("evaluate_before_fit", True)
     if not isinstance(before, bool):
         raise ValueError(f"`task.evaluate_before_fit={before}`: expected true or false")

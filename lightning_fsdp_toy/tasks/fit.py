@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_fsdp_toy.models import count_parameters
-from lightning_fsdp_toy.monitors import count_tensor_bytes, process_peak_bytes
+from lightning_fsdp_toy.monitors import Timeline, count_tensor_bytes, process_peak_bytes
 from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.summary import (
     Number,
@@ -53,6 +53,9 @@ def fit(job: Job, build: Build) -> float | None:
         ),
         *(each for each in build_all(build, config, "callbacks") if not isinstance(each, unwanted)),
     ]
+    if config.get("trace"):
+        options = config["trace"] if isinstance(config["trace"], dict) else {}
+        callbacks.append(Timeline(str(Path(job.run_dir, "trace.json")), **options))
     trainer = L.Trainer(
         **config["trainer"],
         strategy=config["strategy"] if config["strategy"] == "auto" else build("strategy"),
@@ -258,15 +261,15 @@ def report(job: Job, trainer: L.Trainer, summary: dict[str, Any], num_parameters
     measured = summary["memory"]["measured"]
     parts = [measured[f"{name}_bytes"] for name in ("shards", "gradients", "optimizer")]
     sizes = {
-        "memory/tensors_mib": sum(part or 0 for part in parts),  # comparable across strategies
-        "memory/peak_mib": measured["peak_bytes"],
-        "memory/process_peak_mib": measured["process_peak_bytes"],
+        "memory/run_tensors_mib": sum(part or 0 for part in parts),  # comparable across strategies
+        "memory/run_peak_mib": measured["peak_bytes"],
+        "memory/run_process_peak_mib": measured["process_peak_bytes"],
     }
     extra: dict[str, float] = {
         name: size / 2**20 for name, size in sizes.items() if size is not None
     }
     if summary["throughput"]["tokens_per_s"] is not None:
-        extra["throughput/tokens_per_s"] = summary["throughput"]["tokens_per_s"]
+        extra["throughput/run_tokens_per_s"] = summary["throughput"]["tokens_per_s"]
     for each in trainer.loggers:
         each.log_metrics(extra, step=trainer.global_step)
     metrics = {name: value for name, value in summary["metrics"].items() if value is not None}

@@ -1,0 +1,94 @@
+"""Communication of a run, from the ledger: bytes, waits, overlap, bandwidth."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+from typing_extensions import override
+
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.sharding import Ledger
+from lightning_fsdp_toy.sharding.ledger import CollectiveTotal
+
+__all__ = ["CommunicationMonitor"]
+
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "control")
+
+
+class CommunicationMonitor(Monitor):
+    """Logs `comm/*` under this package's strategy: means over the steps since the last log.
+
+    =========================  ===================================================================
+    `<operation>_mib`          sent by a rank in an optimizer step (in other stages: in a batch)
+    `total_mib`                sum of all operations
+    `by_unit/<unit>_mib`       the same by unit, all operations
+    `exposed_wait_ms`          how long the training thread waited for collectives in a step
+    `exposed_fraction`         part of the wall time that this is
+    `overlap`                  part of the time in flight that nobody waited for
+    `bandwidth_mib_per_s`      bytes sent by time in flight, at least (see the note in `ledger.py`)
+    =========================  ===================================================================
+
+    Args:
+        every_n_steps: see `Monitor`.
+        by_unit: log each unit's bytes, too.
+    """
+
+    group = "comm"
+
+    def __init__(self, every_n_steps: int | None = None, by_unit: bool = True) -> None:
+        super().__init__(every_n_steps)
+        self.by_unit = by_unit
+        self._before: dict[tuple[str, str], CollectiveTotal] = {}
+        self._clock = 0.0
+
+    @override
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        ledger = _ledger_of(trainer)
+        if ledger is not None:
+            self._before = ledger.totals()
+        self._clock = time.perf_counter()
+
+    @override
+    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
+        ledger = _ledger_of(trainer)
+        if ledger is None:
+            return {}
+        totals, now = ledger.totals(), time.perf_counter()
+        nothing = CollectiveTotal()
+        changes = {key: total - self._before.get(key, nothing) for key, total in totals.items()}
+        seconds = now - self._clock
+        self._before, self._clock = totals, now
+
+        def sent(operation: str | None = None, unit: str | None = None) -> float:
+            return sum(
+                change.sent_bytes
+                for (an_operation, a_unit), change in changes.items()
+                if operation in (None, an_operation) and unit in (None, a_unit)
+            )
+
+        steps = max(1, self.num_steps)
+        present = {operation for (operation, _), change in changes.items() if change.calls}
+        values: Values = {
+            f"{name}_mib": sent(name) / steps / MIB if name in present else None
+            for name in _OPERATIONS
+        }
+        values["total_mib"] = sent() / steps / MIB
+        if self.by_unit:
+            for flat in trainer.strategy.root.flats:  # type: ignore[attr-defined]
+                values[f"by_unit/{flat.name}_mib"] = sent(unit=flat.name) / steps / MIB
+        waited = sum(change.waited_s for change in changes.values())
+        in_flight = sum(change.in_flight_s for change in changes.values())
+        values["exposed_wait_ms"] = 1e3 * waited / steps
+        values["exposed_fraction"] = waited / seconds if seconds > 0 else None
+        values["overlap"] = 1 - waited / in_flight if in_flight > 0 else None
+        values["bandwidth_mib_per_s"] = sent() / in_flight / MIB if in_flight > 0 else None
+        return values
+
+
+def _ledger_of(trainer: L.Trainer) -> Ledger | None:
+    """Return the ledger under this package's strategy."""
+    root: Any = getattr(trainer.strategy, "root", None)
+    ledger = getattr(root, "ledger", None)
+    return ledger if isinstance(ledger, Ledger) else None

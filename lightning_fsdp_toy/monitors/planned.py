@@ -1,0 +1,144 @@
+"""The formulas' values beside the measured ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.planner import ShardingSizes, read_sizes
+from lightning_fsdp_toy.sharding import RootState
+
+__all__ = ["PlanMonitor"]
+
+logger = logging.getLogger(__name__)
+
+_STATES: dict[type[torch.optim.Optimizer], int] = {
+    torch.optim.Adam: 2,
+    torch.optim.AdamW: 2,
+    torch.optim.SGD: 0,
+}
+_CHARTS = {
+    "memory": ("shards", "unsharded", "reduce", "gradients", "optimizer"),
+    "comm": ("all_gather", "reduce_scatter", "all_reduce"),
+}
+
+
+class PlanMonitor(Monitor):
+    """Logs `plan/*`, what the formulas say of each value that other monitors measure.
+
+    In TensorBoard's Custom Scalars each stands in one chart with the measured one. Warns, once for
+    each, where the two differ by more than `tolerance`.
+
+    Under this package's strategy and automatic optimization only.
+
+    Args:
+        every_n_steps: see `Monitor`.
+        tolerance: part of the planned value that the measured one may differ by.
+    """
+
+    group = "plan"
+    names_rank = False
+
+    def __init__(self, every_n_steps: int | None = None, tolerance: float = 0.02) -> None:
+        super().__init__(every_n_steps)
+        if not tolerance >= 0:
+            raise ValueError(f"`tolerance`: expected a number of at least 0, got {tolerance!r}")
+        self.tolerance = tolerance
+        self._planned: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self._is_first = True  # the first step gathers one unit more: see `sent_bytes`
+
+    @override
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        root = getattr(trainer.strategy, "root", None)
+        if stage != "train" or not isinstance(root, RootState):
+            return
+        if not self._planned and pl_module.automatic_optimization:
+            self._planned = plan(trainer, root)
+            for each in trainer.loggers:
+                if isinstance(each, TensorBoardLogger) and trainer.is_global_zero:
+                    each.experiment.add_custom_scalars(_layout())
+
+    @override
+    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
+        if stage != "train":
+            return {}
+        return {f"{name}_mib": value / MIB for name, value in self._planned.items()}
+
+    @override
+    def note_logged(self, values: Mapping[str, float]) -> None:
+        if "plan/shards_mib" not in values:
+            return
+        is_first, self._is_first = self._is_first, False
+        for group, names in _CHARTS.items():
+            for name in names if not is_first else ():
+                self._compare(name, values.get(f"{group}/{name}_mib"))
+
+    def _compare(self, name: str, measured_mib: float | None) -> None:
+        planned = self._planned.get(name)
+        if planned is None or measured_mib is None or name in self._warned:
+            return
+        measured = measured_mib * MIB
+        if abs(measured - planned) > self.tolerance * planned + 0.5:
+            self._warned.add(name)
+            rank_zero_warn(
+                f"{name}: planned {planned:,} bytes, measured {measured:,.0f}: the formulas of "
+                f"`planner/formulas.py` do not hold for this model (units that run twice, in "
+                f"another order or not at all?)"
+            )
+
+
+def plan(trainer: L.Trainer, root: RootState) -> dict[str, int]:
+    """Return what the formulas say of a run's memory and of the bytes of an optimizer step.
+
+    `peak` is the largest sum of all kinds but activations.
+    """
+    sizes = read_sizes(root)
+    micro_batches = trainer.accumulate_grad_batches
+    is_last_only = getattr(trainer.strategy, "gradient_sync", "") == "last_micro_batch"
+    planned = {
+        "shards": sizes.shards_bytes,
+        "unsharded": sizes.unsharded_peak_bytes,
+        "gradients": sizes.gradients_bytes,
+        **sizes.sent_bytes(micro_batches, 1 if is_last_only else micro_batches),
+    }
+    if not (is_last_only and micro_batches > 1):  # else every unit keeps a reduce buffer
+        planned["reduce"] = sizes.reduce_peak_bytes
+    optimizer = _optimizer_bytes(trainer, sizes)
+    if optimizer is not None:
+        planned["optimizer"] = optimizer
+        planned["peak"] = sizes.peak_bytes(optimizer, keeps_gradients=True)
+    return planned
+
+
+def _optimizer_bytes(trainer: L.Trainer, sizes: ShardingSizes) -> int | None:
+    """Return the bytes of optimizer state, None if the optimizers are not known."""
+    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in _STATES:
+        return None
+    optimizer = trainer.optimizers[0]
+    states, options = _STATES[type(optimizer)], optimizer.defaults
+    if options.get("amsgrad"):
+        states += 1
+    if options.get("momentum"):
+        states += 1
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    has_step = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return sizes.optimizer_bytes(states, 4 * num_params if has_step else 0)
+
+
+def _layout() -> dict[str, dict[str, list[object]]]:
+    """The charts of TensorBoard's Custom Scalars."""
+    return {
+        f"planned and measured: {group}": {
+            f"{name} (MiB)": ["Multiline", [f"{group}/{name}_mib", f"plan/{name}_mib"]]
+            for name in names
+        }
+        for group, names in _CHARTS.items()
+    }

@@ -1,0 +1,151 @@
+"""Records a few training steps: what every unit did when, what was held, what was sent."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_fsdp_toy.sharding import RootState
+from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
+from lightning_fsdp_toy.sharding.observer import MemorySample, Observer, UnitEvent
+
+__all__ = ["Recording", "Span", "StepRecorder", "root_of"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something between two times."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Recording:
+    """What one rank did in the recorded steps; times are this rank's ``time.perf_counter``.
+
+    Attributes:
+        rank: which.
+        host: where it runs: ranks of one machine share a clock.
+        clock_offset_s: ``time.time() - time.perf_counter()`` there.
+        steps: the batches, each with its number.
+        optimizer: the optimizer steps.
+        units: names of all units, the root first.
+        events: of units.
+        samples: of the memory held.
+        collectives: those that ended in between.
+    """
+
+    rank: int
+    units: list[str]
+    host: str = field(default_factory=platform.node)
+    clock_offset_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    steps: list[Span] = field(default_factory=list)
+    optimizer: list[Span] = field(default_factory=list)
+    events: list[UnitEvent] = field(default_factory=list)
+    samples: list[MemorySample] = field(default_factory=list)
+    collectives: list[CollectiveRecord] = field(default_factory=list)
+
+
+class StepRecorder(Callback):
+    """Records training batches ``first_step`` to ``first_step + num_steps - 1`` of a run.
+
+    Under this package's strategy only; elsewhere nothing is recorded. Batches are counted from 0
+    from where this run starts (or resumes).
+
+    Args:
+        first_step: the first batch.
+        num_steps: how many.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(self, first_step: int = 0, num_steps: int = 1) -> None:
+        for name, value, least in (("first_step", first_step, 0), ("num_steps", num_steps, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"`{name}`: expected a whole number of at least {least}, got {value!r}"
+                )
+        self.first_step = first_step
+        self.num_steps = num_steps
+        self.recording: Recording | None = None
+        self._observer: Observer | None = None
+        self._num_batches = 0
+        self._start_s = self._optimizer_s = 0.0
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        root = root_of(trainer)
+        if root is not None and self._num_batches == self.first_step and self._observer is None:
+            names = [unit.fqn for unit in root.units]
+            self.recording = Recording(trainer.global_rank, names)
+            self._observer = Observer(root.memory)
+            root.observers.append(self._observer)
+        self._start_s, self._optimizer_s = time.perf_counter(), 0.0
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if not self._optimizer_s:
+            self._optimizer_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        now = time.perf_counter()
+        if self._observer is not None and self.recording is not None:
+            name = f"batch {self._num_batches}"
+            self.recording.steps.append(Span(name, self._start_s, now))
+            if self._optimizer_s:
+                self.recording.optimizer.append(Span("optimizer", self._optimizer_s, now))
+            if self._num_batches == self.first_step + self.num_steps - 1:
+                self._stop(trainer)
+        self._num_batches += 1
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._stop(trainer)
+
+    def _stop(self, trainer: L.Trainer) -> None:
+        root, observer = root_of(trainer), self._observer
+        self._observer = None
+        if root is None or observer is None or self.recording is None:
+            return
+        observer.close()
+        root.observers.remove(observer)
+        recording = self.recording
+        recording.events, recording.samples = observer.events, observer.samples
+        if recording.steps:
+            root.ledger.flush()
+            start_s = recording.steps[0].start_s
+            recording.collectives = [r for r in root.ledger.records if r.start_s >= start_s]
+
+
+def root_of(trainer: L.Trainer) -> RootState | None:
+    """Return the sharded model under this package's strategy."""
+    root = getattr(trainer.strategy, "root", None)
+    return root if isinstance(root, RootState) else None

@@ -1,0 +1,97 @@
+"""Speed of a run: steps, samples, tokens, and how much of the hardware's arithmetic is used."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_fsdp_toy.models import count_parameters
+from lightning_fsdp_toy.monitors.monitor import Monitor, Values
+
+__all__ = ["ThroughputMonitor"]
+
+
+class ThroughputMonitor(Monitor):
+    """Logs `throughput/*`: means since the last log, validation left out.
+
+    ===================  =========================================================================
+    `step_s`             seconds of an optimizer step (in other stages: of a batch)
+    `samples_per_s`      of all ranks: rows of the first tensor of every batch
+    `tokens_per_s`       of all ranks: elements of the first tensor, where those are whole numbers
+    `mfu`                model FLOPs utilisation, where the peak is known: 6 FLOPs for each trained
+                         parameter and token (PaLM, arXiv 2204.02311, without its attention term)
+                         by time and peak of a rank's device
+    ===================  =========================================================================
+
+    Args:
+        every_n_steps: see `Monitor`.
+        peak_flops: FLOP per second that a rank's device can do; None: what Lightning knows of the
+            GPU, nothing on CPU.
+    """
+
+    group = "throughput"
+    added = frozenset({"samples_per_s", "tokens_per_s"})
+
+    def __init__(self, every_n_steps: int | None = None, peak_flops: float | None = None) -> None:
+        super().__init__(every_n_steps)
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"`peak_flops`: expected a number above 0, got {peak_flops!r}")
+        self.peak_flops = peak_flops
+        self._clock = 0.0
+        self._samples = self._tokens = 0
+        self._num_parameters = 0
+
+    @override
+    def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "train" and self.peak_flops is None and pl_module.device.type == "cuda":
+            dtype = _compute_dtype(str(trainer.precision))
+            self.peak_flops = get_available_flops(pl_module.device, dtype)
+        if self.peak_flops is not None and not self._num_parameters:
+            self._num_parameters = count_parameters(pl_module).trainable
+        self._restart(pl_module.device)
+
+    def _restart(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # work of the steps that are counted
+        self._clock = time.perf_counter()
+        self._samples = self._tokens = 0
+
+    @override
+    def note_batch(self, batch: Any) -> None:
+        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+        if first is None:
+            return
+        self._samples += first.shape[0] if first.ndim else 1
+        if not (first.is_floating_point() or first.is_complex()):
+            self._tokens += first.numel()
+
+    @override
+    def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
+        samples, tokens, before = self._samples, self._tokens, self._clock
+        self._restart(pl_module.device)
+        seconds = self._clock - before
+        if seconds <= 0:
+            return {"step_s": None, "samples_per_s": None, "tokens_per_s": None}
+        values: Values = {
+            "step_s": seconds / max(1, self.num_steps),
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": tokens / seconds if tokens else None,
+        }
+        if stage == "train" and self.peak_flops is not None and tokens:
+            flops = 6 * self._num_parameters * tokens / seconds
+            values["mfu"] = flops / self.peak_flops
+        return values
+
+
+def _compute_dtype(precision: str) -> torch.dtype:
+    """Return what matrices are multiplied in."""
+    if "bf16" in precision:
+        return torch.bfloat16
+    return torch.float16 if "16" in precision else torch.float32

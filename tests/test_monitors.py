@@ -1,0 +1,270 @@
+"""Monitors: what they log, when, and how ranks are compared (C68, C72, C73)."""
+
+import warnings
+from collections import defaultdict
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.monitors import (
+    CommunicationMonitor,
+    MemoryMonitor,
+    PlanMonitor,
+    ThroughputMonitor,
+)
+from tests.core_helpers import Stack
+from tests.lit_helpers import LitStack, make_trainer, regression_data
+from tests.ranks import run_ranks
+
+MIB = 2**20
+
+
+def monitors(**options):
+    kinds = (MemoryMonitor, CommunicationMonitor, ThroughputMonitor, PlanMonitor)
+    return [kind(**options) for kind in kinds]
+
+
+def read(directory):
+    """All scalars of an event file: {tag: [(step, value), ...]}."""
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+def _every_stage(directory, strategy):
+    logger = TensorBoardLogger(directory, name="", version="")
+    trainer = make_trainer(
+        strategy,
+        directory,
+        logger=logger,
+        callbacks=monitors(),
+        max_steps=5,
+        max_epochs=-1,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        num_sanity_val_steps=2,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+    )
+    module, data = LitStack(), regression_data()
+    trainer.fit(module, data, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    trainer.predict(module, data)
+
+
+@pytest.mark.parametrize("strategy", ["toy_fsdp", "ddp"])
+def test_every_stage_is_logged_on_the_steps_of_the_loss(tmp_path, strategy):
+    run_ranks(_every_stage, 2, str(tmp_path), strategy, timeout=60)
+    scalars = read(tmp_path)
+    of_loss = [step for step, _ in scalars["train/loss"]]
+    assert of_loss == [1, 3]
+    of_memory = [step for step, _ in scalars["memory/shards_mib"]]
+    # Also before a validation interrupts training, and for the rest at the end.
+    assert of_memory == [1, 3, 4]
+    for stage in ("validate", "test", "predict"):
+        tags = [tag for tag in scalars if f"/{stage}/" in tag]
+        groups = {tag.split("/")[0] for tag in tags}
+        assert groups == {"memory", "throughput"} | ({"comm"} if strategy == "toy_fsdp" else set())
+    in_fit = [step for step, _ in scalars["memory/validate/process_mib"]]
+    assert in_fit[0] == 1  # not the sanity check, which is at step 0
+    for tag, points in scalars.items():
+        steps = [step for step, _ in points]
+        assert steps == sorted(steps), tag
+        if "/validate/" not in tag and tag != "epoch":
+            assert len(set(steps)) == len(steps), tag
+
+
+def _accumulated(directory):
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=monitors(),
+        max_steps=4,
+        max_epochs=-1,
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*planned")
+        trainer.fit(LitStack(), regression_data(64))
+    return trainer.strategy.ledger.calls_by_operation()["reduce_scatter"]
+
+
+def test_planned_equals_measured_with_accumulation(tmp_path):
+    run_ranks(_accumulated, 2, str(tmp_path))
+    scalars = read(tmp_path)
+    compared = [tag for tag in scalars if tag.startswith("plan/") and "peak" not in tag]
+    assert len(compared) == 8
+    for tag in compared:
+        name = tag.removeprefix("plan/")
+        measured = scalars.get(f"memory/{name}") or scalars.get(f"comm/{name}")
+        if name == "all_reduce_mib":
+            assert measured is None and scalars[tag][-1][1] == 0
+            continue
+        assert scalars[tag][1:] == measured[1:], tag  # the first step gathers one unit more
+
+
+class Wrong(PlanMonitor):
+    """Its formulas are wrong."""
+
+    def begin(self, trainer, pl_module, stage):
+        super().begin(trainer, pl_module, stage)
+        self._planned["unsharded"] = self._planned["unsharded"] // 2
+
+
+def _wrong(directory):
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=CSVLogger(directory),
+        callbacks=[MemoryMonitor(), Wrong()],
+        max_steps=3,
+        log_every_n_steps=1,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(LitStack(), regression_data())
+    return [str(each.message) for each in caught if "planned" in str(each.message)]
+
+
+def test_a_difference_from_the_plan_warns_once_and_names_the_term(tmp_path):
+    first, second = run_ranks(_wrong, 2, str(tmp_path))
+    assert len(first) == 1 and first[0].startswith("unsharded: planned ")
+    assert second == []
+
+
+class Heavy(LitStack):
+    """Rank 1 holds 64 MiB more than the others; forward takes and frees 96 MiB."""
+
+    def on_fit_start(self):
+        if self.global_rank == 1:
+            self.ballast = torch.ones(64 * MIB // 4)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            temporary = torch.ones(96 * MIB // 4)
+            del temporary
+        return super().training_step(batch, batch_idx)
+
+
+def _heavy(directory):
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=[MemoryMonitor()],
+        max_steps=5,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Heavy(), regression_data(64))
+
+
+def test_the_worst_rank_and_a_temporary_inside_forward_are_seen(tmp_path):
+    run_ranks(_heavy, 2, str(tmp_path))
+    scalars = {tag: dict(points) for tag, points in read(tmp_path).items()}
+    process, peak = scalars["memory/process_mib"], scalars["memory/process_peak_mib"]
+    assert set(scalars["memory/process_mib/max_rank"].values()) == {1.0}
+    spread = process[4] - scalars["memory/process_mib/mean"][4]
+    assert 25 < spread < 40  # half of 64 MiB: two ranks
+    assert peak[2] - process[2] > 80  # of 96 MiB; the temporary is gone after the step
+    assert process[2] - process[1] < 20
+    assert peak[3] - process[3] < 20  # a new peak for every log, not the largest of all
+
+
+def _manual(directory):
+    class Gan(LitStack):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = Stack()
+
+        def training_step(self, batch, _):
+            for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+                loss = (net(batch[0]) - batch[1]).pow(2).mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            self.log("train/loss", loss)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
+
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=monitors(),
+        max_epochs=1,
+        limit_train_batches=4,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Gan(), regression_data(64))
+
+
+def test_several_optimizers_count_as_one_step_of_the_loss(tmp_path):
+    run_ranks(_manual, 2, str(tmp_path))
+    scalars = read(tmp_path)
+    steps = [step for step, _ in scalars["train/loss"]]
+    assert steps == [0, 1, 2, 3]
+    for tag in ("memory/shards_mib", "comm/total_mib", "throughput/step_s"):
+        assert [step for step, _ in scalars[tag]] == steps
+    assert not any(tag.startswith("plan/") for tag in scalars)  # no formula for such loops
+    totals = defaultdict(set)
+    for _, value in scalars["comm/reduce_scatter_mib"]:
+        totals["reduce"].add(value)
+    assert len(totals["reduce"]) == 1
+
+
+@pytest.mark.parametrize(
+    "kind, options, text",
+    [
+        (MemoryMonitor, {"every_n_steps": 0}, "`every_n_steps`: expected a whole number"),
+        (PlanMonitor, {"tolerance": -1.0}, "`tolerance`: expected a number of at least 0"),
+        (ThroughputMonitor, {"peak_flops": 0.0}, "`peak_flops`: expected a number above 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(kind, options, text):
+    with pytest.raises(ValueError, match=text):
+        kind(**options)
+
+
+def _mfu(directory):
+    class Tokens(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Embedding(10, 4)
+
+        def training_step(self, batch, _):
+            return self.net(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=[ThroughputMonitor(peak_flops=1e6)],
+        log_every_n_steps=1,
+        max_steps=4,
+    )
+    data = torch.utils.data.DataLoader(torch.randint(0, 10, (16, 3)), batch_size=2)
+    trainer.fit(Tokens(), data)
+
+
+def test_tokens_and_utilisation(tmp_path):
+    run_ranks(_mfu, 2, str(tmp_path))
+    scalars = {tag: dict(points) for tag, points in read(tmp_path).items()}
+    step_s, tokens = scalars["throughput/step_s"][2], scalars["throughput/tokens_per_s"][2]
+    assert tokens * step_s == pytest.approx(12, rel=0.5)  # two ranks of 2 x 3, each with its clock
+    samples = scalars["throughput/samples_per_s"][2]
+    assert tokens / samples == pytest.approx(3)
+    assert scalars["throughput/mfu"][2] == pytest.approx(6 * 40 * tokens / 2 / 1e6, rel=0.5)

@@ -1,0 +1,131 @@
+"""The largest sum of live tensors in a step, against the closed form with measured activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp_toy.models import GPT
+from lightning_fsdp_toy.monitors import count_tensor_bytes
+from lightning_fsdp_toy.planner import read_sizes
+from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root
+from lightning_fsdp_toy.sharding.observer import Observer
+from tests.live_tensors import LiveTensors
+from tests.ranks import run_ranks
+
+VOCABULARY, WIDTH, LAYERS, LENGTH = 64, 96, 4, 32
+
+
+class Loss(nn.Module):
+    """The model with its loss, so that all operations are inside the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = GPT(VOCABULARY, WIDTH, 4, LAYERS, LENGTH)
+
+    def forward(self, tokens):
+        logits = self.net(tokens[:, :-1]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
+
+
+class Phases(Observer):
+    """Knows in which phase of the formulas the step is."""
+
+    def __init__(self, memory, units, is_serial):
+        super().__init__(memory)
+        self.is_serial = is_serial  # nothing else happens while a unit is reduced
+        self.numbers = {unit: number for number, unit in enumerate(units)}
+        self.phase = ("forward", 0)
+
+    def note(self, unit, what):
+        number, last = self.numbers[unit], len(self.numbers)
+        is_root = number == 0
+        if what in ("forward", "backward") and not is_root:
+            self.phase = (what, number)
+        elif what == "end_forward" and not is_root:
+            is_last = number == last - 1
+            self.phase = ("forward", last if is_last else number + 1)
+        elif what == "collect" and not is_root:
+            self.phase = ("collect", number)
+        elif what == "collect" and self.phase[0] == "backward" and self.phase[1] == last:
+            self.phase = ("collect", last)
+        elif what == "backward" and is_root:
+            self.phase = ("backward", last)
+        elif what == "end_backward" and not is_root:
+            self.phase = ("reduce", number) if self.is_serial else ("backward", number - 1)
+        elif what == "end_backward":
+            self.phase = ("reduce", 0)
+
+
+def _step(options, precision, batch_size):
+    """A rank's third step: bytes at rest, the largest sum, activations by phase, the sizes."""
+    torch.manual_seed(0)
+    model = Loss()
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision) if precision else None)
+    fully_shard(model, mixed_precision=policy, **options)
+    root = get_root(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1))
+
+    def step():
+        loss = model(tokens)
+        loss.backward()
+        del loss
+        phases.phase = ("step", 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    is_serial = options.get("num_prefetch") == 0
+    phases = Phases(root.memory, [unit.fqn for unit in root.units], is_serial)
+    for _ in range(2):
+        step()
+    sizes = read_sizes(root)
+    rest = count_tensor_bytes(model, [optimizer])
+    num_params = len(list(model.parameters()))
+    assert rest.parameters == sizes.shards_bytes
+    assert rest.optimizer == sizes.optimizer_bytes(2, 4 * num_params)
+    assert rest.gradients == 0
+    peak, activations = 0, {}
+
+    def look(live, is_before):
+        nonlocal peak
+        peak = max(peak, live)
+        if not is_before:  # the core counts what it has made when the operation is over
+            return
+        known = root.memory.total_bytes + rest.optimizer
+        before = activations.get(phases.phase, 0)
+        activations[phases.phase] = max(before, live - known)
+
+    state = [v for e in optimizer.state.values() for v in e.values() if isinstance(v, torch.Tensor)]
+    known = [tokens, *(flat.shard for flat in root.flats), *state]
+    root.observers.append(phases)
+    phases.phase = ("forward", 0)
+    live = LiveTensors(known, look)
+    at_rest = live.bytes - tokens.untyped_storage().nbytes()
+    with live:
+        step()
+    return at_rest, peak, activations, sizes, rest.optimizer
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_prefetch": 0},
+        {"auto_wrap_policy": None},
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+    ],
+    ids=str,
+)
+def test_peak_is_that_of_the_closed_form(options, precision):
+    [(_, _, activations, _, _)] = run_ranks(_step, 1, options, precision, 2, timeout=60)
+    for world_size in (2, 4):
+        for at_rest, peak, _, sizes, optimizer in run_ranks(
+            _step, world_size, options, precision, 2, timeout=60
+        ):
+            assert at_rest == sizes.shards_bytes + optimizer
+            planned = sizes.peak_bytes(optimizer, activations)
+            assert peak == pytest.approx(planned, rel=0.02)

@@ -1,0 +1,152 @@
+"""The timeline of a few steps and the pictures drawn from it."""
+
+import json
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fsdp_toy import ToyFSDPStrategy
+from lightning_fsdp_toy.monitors import Pictures, Timeline
+from lightning_fsdp_toy.monitors.recording import Recording, Span
+from lightning_fsdp_toy.monitors.timeline import chrome_trace, unit_spans
+from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
+from lightning_fsdp_toy.sharding.memory import KINDS
+from lightning_fsdp_toy.sharding.observer import UnitEvent
+from tests.lit_helpers import LitStack, make_trainer, regression_data
+from tests.ranks import run_ranks
+
+UNITS = ["<root>", "net.blocks.0", "net.blocks.1", "net.blocks.2"]
+
+
+def _fit(directory, strategy, options):
+    trainer = make_trainer(
+        strategy,
+        directory,
+        max_steps=6,
+        callbacks=[Timeline(f"{directory}/trace.json", **options)],
+    )
+    trainer.fit(LitStack(), regression_data(64))
+    root = getattr(trainer.strategy, "root", None)
+    return root is None or (root.observers == [] and root.memory.listeners == [])
+
+
+def trace_of(directory, strategy, options, world_size=2):
+    assert all(run_ranks(_fit, world_size, str(directory), strategy, options))
+    return json.loads((directory / "trace.json").read_text())["traceEvents"]
+
+
+def lanes(events, rank):
+    """Slices of a rank by the name of their lane, in the order of time."""
+    names = {
+        e["tid"]: e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "thread_name" and e["pid"] == rank
+    }
+    found = {name: [] for name in names.values()}
+    for event in sorted(events, key=lambda e: e.get("ts", 0)):
+        if event["ph"] == "X" and event["pid"] == rank:
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+def test_every_rank_has_its_lanes_in_one_file(tmp_path):
+    events = trace_of(tmp_path, ToyFSDPStrategy(), {"first_step": 2, "num_steps": 2})
+    for rank in (0, 1):
+        found = lanes(events, rank)
+        assert {"compute", "wait", "communication", *UNITS} <= set(found)
+        names = [event["name"] for event in found["compute"]]
+        assert [name for name in names if name.startswith("batch")] == ["batch 2", "batch 3"]
+        for unit in UNITS:
+            assert names.count(f"forward {unit}") == names.count(f"backward {unit}") == 2
+        assert names.count("optimizer") == 2
+        block = [event["name"] for event in found["net.blocks.0"]]
+        assert set(block) == {"sharded", "all-gather", "unsharded", "computing", "reducing"}
+        assert block.count("computing") == 4  # forward and backward of two steps
+        assert block.count("reducing") == 2
+        counters = [e for e in events if e["ph"] == "C" and e["pid"] == rank]
+        assert all(set(e["args"]) == set(KINDS) for e in counters)
+        assert min(e["args"]["shards"] for e in counters) > 0
+
+
+def test_slices_of_a_lane_nest(tmp_path):
+    events = trace_of(tmp_path, ToyFSDPStrategy(), {"num_steps": 3})
+    for rank in (0, 1):
+        for name, slices in lanes(events, rank).items():
+            open_until = []
+            for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+                start, end = event["ts"], event["ts"] + event["dur"]
+                while open_until and open_until[-1] <= start + 1e-3:
+                    open_until.pop()
+                assert not open_until or end <= open_until[-1] + 1e-3, (name, event)
+                open_until.append(end)
+
+
+def test_bytes_in_the_trace_are_the_ledgers(tmp_path):
+    events = trace_of(tmp_path, ToyFSDPStrategy(num_prefetch=0), {"first_step": 3})
+    found = lanes(events, 0)
+    assert [name for name in found if name.startswith("communication")] == ["communication"]
+    steps = {e["name"] for e in found["compute"] if e["name"].startswith("batch")}
+    gathers = [e for e in found["communication"] if e["name"].startswith("all_gather")]
+    assert len(gathers) == len(steps) * (2 * len(UNITS) - 2)
+    assert all(e["args"]["payload_bytes"] == 2 * e["args"]["sent_bytes"] for e in gathers)
+
+
+def test_other_strategies_write_no_trace(tmp_path):
+    assert all(run_ranks(_fit, 2, str(tmp_path), "ddp", {}))
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_clocks_of_two_machines_are_brought_together():
+    def recording(rank, host, offset, start):
+        step = Span("batch 0", start, start + 1)
+        return Recording(rank, ["<root>"], host, offset, steps=[step])
+
+    trace = chrome_trace([recording(0, "a", 1000.0, 5.0), recording(1, "b", 2000.0, -994.0)])
+    starts = {e["pid"]: e["ts"] for e in trace["traceEvents"] if e.get("cat") == "step"}
+    assert starts == {0: 0.0, 1: pytest.approx(1e6)}
+
+
+def test_states_of_a_unit_follow_its_events():
+    recording = Recording(0, ["u"], steps=[Span("batch 0", 0.0, 10.0)])
+    whats = ["gather", "unsharded", "forward", "end_forward", "sharded"]
+    recording.events = [UnitEvent(1.0 + number, "u", what) for number, what in enumerate(whats)]
+    recording.collectives = [CollectiveRecord("reduce_scatter", "u", 8, 4, 6.0, 7.0, 0.5)]
+    assert [(s.name, s.start_s, s.end_s) for s in unit_spans(recording, "u")] == [
+        ("sharded", 0.0, 1.0),
+        ("all-gather", 1.0, 2.0),
+        ("unsharded", 2.0, 5.0),
+        ("sharded", 5.0, 10.0),
+        ("computing", 3.0, 4.0),
+        ("reducing", 6.0, 7.0),
+    ]
+
+
+@pytest.mark.parametrize("options", [{"first_step": -1}, {"num_steps": 0}, {"num_steps": True}])
+def test_numbers_of_steps_are_checked(options):
+    with pytest.raises(ValueError, match="expected a whole number of at least"):
+        Timeline("trace.json", **options)
+
+
+def _draw(directory, options):
+    trainer = make_trainer(
+        ToyFSDPStrategy(**options),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        max_steps=4,
+        callbacks=[Pictures(f"{directory}/pictures")],
+    )
+    trainer.fit(LitStack(), regression_data(64))
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}])
+def test_pictures_are_files_and_images(tmp_path, options):
+    run_ranks(_draw, 2, str(tmp_path), options)
+    names = ["bytes", "memory", "ownership", "units"]
+    assert sorted(path.stem for path in (tmp_path / "pictures").glob("*.png")) == names
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
+    events.Reload()
+    assert sorted(events.Tags()["images"]) == [f"pictures/{name}" for name in names]
+    for name in names:
+        [image] = events.Images(f"pictures/{name}")
+        assert image.width >= 600 and image.height >= 300
