@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ from lightning_fsdp_toy.jobs import (
 from lightning_fsdp_toy.logs import log_files, log_to_files, set_up_logging
 from lightning_fsdp_toy.messages import describe_config_error, describe_group_error, one_line
 from lightning_fsdp_toy.processes import RankError, redirect_output, run_ranks
-from lightning_fsdp_toy.tasks import Job
+from lightning_fsdp_toy.stages import run_given_stages, run_stages
+from lightning_fsdp_toy.tasks import Job, Stage, StagedTask, TaskFailedError
 
 __all__ = ["CheckBeforeRun", "cli", "launch"]
 
@@ -54,6 +55,7 @@ class _Start:
     job: Job
     work_dir: str
     logging: dict[str, Any] | None  # Hydra's `job_logging`, for rank 0
+    stage: Stage | None = None  # of a task with stages: the one to run
 
 
 def launch(cfg: DictConfig) -> float | None:
@@ -65,20 +67,44 @@ def launch(cfg: DictConfig) -> float | None:
     """
     job = make_job(cfg)
     start = _Start(job, os.getcwd(), _job_logging())
-    log_dir = os.path.join(job.run_dir, "ranks")
     given = given_ranks()
-    if given is not None:
-        hand_over(given, (start, log_dir))
-        try:
-            return run_job(start)
-        except ValueError as error:
-            raise JobError(one_line(error)) from error
-    options = job.config["launch"]
     try:
-        results = run_ranks(
+        if given is not None:
+            hand_over(given, (start, _log_dir(job)))
+            metric: float | None = run_job(start)
+            return metric
+        task = _find_task(job)
+        if isinstance(task, StagedTask):
+            build = make_build(job.config)
+            return run_stages(
+                task, job, build, lambda stage: _start_ranks(replace(start, stage=stage))
+            )
+        metric = _start_ranks(start)[0]
+        return metric
+    except (ValueError, TaskFailedError) as error:
+        raise JobError(one_line(error)) from error
+
+
+def _log_dir(job: Job) -> str:
+    """Where ranks other than 0 write their output."""
+    return os.path.join(job.run_dir, "ranks")
+
+
+def _find_task(job: Job) -> Any:
+    """Return the function, or the `StagedTask`, that the job runs."""
+    task: Any = hydra.utils.get_method(job.config["task"]["_target_"])
+    return task() if isinstance(task, type) and issubclass(task, StagedTask) else task
+
+
+def _start_ranks(start: _Start) -> list[Any]:
+    """Run a job, or one stage of it, in new ranks and return what they returned."""
+    job, stage = start.job, start.stage
+    options, log_dir = job.config["launch"], _log_dir(job)
+    try:
+        return run_ranks(
             run_job,
             start,
-            num_ranks=job.config["devices"],
+            num_ranks=job.config["devices"] if stage is None else stage.num_ranks,
             log_dir=log_dir,
             num_threads=options["num_threads"],
             max_restarts=options["max_restarts"],
@@ -94,12 +120,10 @@ def launch(cfg: DictConfig) -> float | None:
         log_to_files(error.trace or error.message)
         message = f"{error.message} (rank {error.rank}, log: {log})"
         raise JobError(message, error.exit_code, trace) from None
-    metric: float | None = results[0]
-    return metric
 
 
-def run_job(start: _Start) -> float | None:
-    """Run a job's task on this rank."""
+def run_job(start: _Start) -> Any:
+    """Run a job's task, or one stage of it, on this rank."""
     job = start.job
     given = given_ranks()  # the elastic launcher's ranks count as given, too
     set_up_logging(given.global_rank() if given is not None else 0, start.logging)
@@ -108,11 +132,17 @@ def run_job(start: _Start) -> float | None:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and os.path.exists(last):
         job.config["ckpt_path"] = last
         logger.warning("started again after a failure: resuming from %s", last)
-    task = hydra.utils.get_method(job.config["task"]["_target_"])
-    metric: float | None = task(job, make_build(job.config))
+    task, build = _find_task(job), make_build(job.config)
+    if not isinstance(task, StagedTask):
+        result = task(job, build)
+    elif start.stage is not None:
+        result = task.run_stage(job, build, start.stage)
+    else:
+        rank, size = (given.global_rank(), given.world_size()) if given is not None else (0, 1)
+        result = run_given_stages(task, job, build, rank, size)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return metric
+    return result
 
 
 def _follow(given: ClusterEnvironment) -> int:

@@ -23,7 +23,7 @@ from lightning_fsdp_toy.data import MicroBatchDataModule
 from lightning_fsdp_toy.messages import naming
 from lightning_fsdp_toy.monitors import Timeline
 from lightning_fsdp_toy.strategy import ToyFSDPStrategy
-from lightning_fsdp_toy.tasks import Build, Job
+from lightning_fsdp_toy.tasks import Build, Job, StagedTask
 from lightning_fsdp_toy.tasks.arguments import check_arguments, check_targets, find_target
 from lightning_fsdp_toy.tasks.check_checkpoint import check_checkpoint
 from lightning_fsdp_toy.tasks.check_sharding import check_policies, check_sharding
@@ -117,10 +117,11 @@ def check_job(job: Job, build: Build) -> None:
         ValueError: Names the key and the remedy.
     """
     config = job.config
-    _check_groups(config)
-    find_target(config["task"]["_target_"], "task")  # reads its options from the config
+    task = _task_of(config)
+    own_key = task.config_key if task is not None else ""
+    _check_groups(config, own_key)
     for key, node in config.items():
-        if key != "task":
+        if key not in ("task", own_key):
             check_targets(node, key)
     _check_scalars(config)
     if config["strategy"] == "auto" and config["world_size"] > 1:
@@ -149,11 +150,22 @@ def check_job(job: Job, build: Build) -> None:
         _check_amount_of_data(config, data)
     if config["ckpt_path"] is not None:
         check_checkpoint(config, module)
+    if task is not None:
+        task.check(job, build)
 
 
-def _check_groups(config: dict[str, Any]) -> None:
+def _task_of(config: dict[str, Any]) -> StagedTask | None:
+    """Return the task if it is one with stages; refuse what is no task."""
+    node = config.get("task")
+    if not isinstance(node, dict) or "_target_" not in node:
+        return None  # refused with the other groups
+    task = find_target(node["_target_"], "task")
+    return task() if isinstance(task, type) and issubclass(task, StagedTask) else None
+
+
+def _check_groups(config: dict[str, Any], own_key: str) -> None:
     """Refuse top-level keys that nothing reads, and the lack of those that everything needs."""
-    unknown = sorted(set(config) - KEYS)
+    unknown = sorted(set(config) - KEYS - {own_key})
     if unknown:
         key = unknown[0]
         near = difflib.get_close_matches(key, KEYS, n=1)
