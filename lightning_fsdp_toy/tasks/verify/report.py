@@ -105,6 +105,8 @@ class Report:
 
     def _print_table(self) -> None:
         sizes, console = self.sizes, Console()
+        if not console.is_terminal:
+            console.width = 110  # files are not 80 columns wide
         table = Table(
             title=f"verify: {self.world_size} rank(s); MB are 10^6 bytes", title_justify="left"
         )
@@ -154,7 +156,8 @@ def describe_failure(verdicts: Sequence[Verdict], plant: str | None) -> str:
         return "nothing was compared: no row could be run"
     if not unequal:
         return f"`verify.plant={plant}`: the fault was not noticed by any row" if plant else ""
-    worst = next((each for each in unequal if each.first is not None), unequal[0])
+    seen = [verdict for verdict in unequal if verdict.first is not None]
+    worst = min(seen or unequal, key=lambda each: each.first.step if each.first else 0)
     rows = ", ".join(dict.fromkeys(each.claim.row for each in unequal))
     claim, first = worst.claim, worst.first
     if first is None:
