@@ -77,7 +77,8 @@ def planned_stages(job: Job, options: VerifyOptions) -> tuple[list[VerifyStage],
     batch = Family(
         BATCH, NUM_MICRO_BATCHES, _CLIP, (configured or _DROPOUT) if has_dropout else None
     )
-    sizes, reason = (1, 2, 4) if "e" in rows else (2, 4) if "f" in rows else (), ""
+    sizes: tuple[int, ...] = (1, 2, 4) if "e" in rows else (2, 4) if "f" in rows else ()
+    reason = ""
     if NUM_MICRO_BATCHES % world_size:
         sizes, reason = (), f"{NUM_MICRO_BATCHES} micro-batches do not divide over {world_size}"
     elif job.config["accelerator"] == "cuda" and torch.cuda.device_count() < 4:

@@ -3,7 +3,7 @@
 They are put in from outside, by wrapping what one rank's strategy holds; sharding knows nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,7 +119,7 @@ class WrongOrder(Fault):
 @contextmanager
 def _backwards() -> Iterator[None]:
     """Reductions that are waited for inside add the last rank first."""
-    forwards: Callable[[Tensor, list[Tensor], bool], None] = pairwise._add_in_order
+    forwards = pairwise._add_in_order
 
     def add(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:
         forwards(out, contributions[::-1], accumulate)

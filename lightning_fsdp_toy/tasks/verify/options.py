@@ -145,8 +145,8 @@ def _check_trainer(trainer: dict[str, Any], options: VerifyOptions) -> None:
     for key, plain in decided.items():
         if trainer.get(key) not in plain:
             raise ValueError(
-                f"`trainer.{key}={trainer[key]}` has no effect with `task=verify`, which accumulates"
-                " and clips in row e; leave it out"
+                f"`trainer.{key}={trainer[key]}` has no effect with `task=verify`, which "
+                "accumulates and clips in row e; leave it out"
             )
 
 

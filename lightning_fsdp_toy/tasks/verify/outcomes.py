@@ -30,11 +30,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank found for one claim; at least `numel` elements must be compared in a step."""
+    """What one rank found for one claim."""
 
     claim: Claim
     divergence: Divergence
-    numel: int
+    numel: int  # of all parameters
+    needed: int  # elements that all ranks together must have compared after each step
     facts: dict[str, Any] = field(default_factory=dict)  # of the plain run, and of a planted fault
     sizes: Sizes | None = None
 
@@ -73,7 +74,7 @@ def merge(outcomes: Sequence[Outcome]) -> Verdict:
     gap = ""
     for step in range(first_step, last_step + 1):
         count = sum(each.num_compared.get(step, 0) for each in divergences)
-        if count < outcomes[0].numel:
-            gap = f"only {count:,} of {outcomes[0].numel:,} weights were compared in step {step}"
+        if count < outcomes[0].needed:
+            gap = f"only {count:,} of {outcomes[0].needed:,} weights were compared in step {step}"
             break
     return Verdict(claim, dict(sorted(largest.items())), first, gap)

@@ -17,6 +17,14 @@ __all__ = ["draw"]
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
 _PURPLE, _SKY, _RED = "#CC79A7", "#56B4E9", "#D55E00"
 _COLOURS = {"a": _BLUE, "b": _ORANGE, "c": _GREEN, "d": _PURPLE, "e": _SKY, "f": _RED}
+_LABELS = {
+    "a": "a  replica fed the same gradient",
+    "b": "b  every sharding strategy",
+    "c": "c  one process",
+    "d": "d  DDP",
+    "e": "e  1, 2 and 4 ranks",
+    "f": "f  no overlap; resumed",
+}
 _MARKERS = {"a": "o", "b": "s", "c": "^", "d": "D", "e": "v", "f": "P"}
 _MB = 1e6
 
@@ -32,14 +40,15 @@ def draw(
     _draw_divergence(right, verdicts)
     figure.savefig(path)
     canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    pixels: np.ndarray[Any, Any] = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels
 
 
 def _draw_bytes(axes: Axes, sizes: Mapping[str, Any], world_size: int) -> None:
     """Left: master weights and optimizer state of one rank."""
     columns = {
         "replicated": ("replicated_bytes", "replicated_optimizer_bytes"),
-        f"sharded over\n{world_size} rank(s)": ("sharded_bytes", "optimizer_bytes"),
+        f"sharded\n(ranks: {world_size})": ("sharded_bytes", "optimizer_bytes"),
     }
     bottoms = [0.0] * len(columns)
     kinds = (("master weights", _BLUE, ""), ("optimizer state", _ORANGE, "//"))
@@ -71,17 +80,16 @@ def _draw_divergence(axes: Axes, verdicts: Sequence[Verdict]) -> None:
     names = sorted(rows)
     for index, row in enumerate(names):
         steps = sorted(rows[row])
-        gap = max(1, len(steps) // 12)
-        start = (index * gap) // max(1, len(names))  # markers of flat lines stay apart
         axes.plot(
-            steps, [rows[row][step] for step in steps], color=_COLOURS[row], label=f"row {row}",
-            marker=_MARKERS[row], markevery=(min(start, len(steps) - 1), gap), linewidth=1.5,
-        )  # fmt: skip
+            steps, [rows[row][step] for step in steps], color=_COLOURS[row], label=_LABELS[row],
+            marker=_MARKERS[row], markevery=max(1, len(steps) // 12), markerfacecolor="none",
+            markersize=14 - 2 * index, linewidth=1.5,
+        )  # fmt: skip  # lines that coincide show as markers inside each other
     largest = max((max(by_step.values()) for by_step in rows.values() if by_step), default=0.0)
     is_finite = 0.0 < largest < float("inf")
-    axes.set_ylim(*((-0.05 * largest, 1.1 * largest) if is_finite else (-1e-8, 1e-7)))
+    axes.set_ylim(*((-0.05 * largest, 1.4 * largest) if is_finite else (-1e-8, 1e-7)))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("largest |difference| of a weight")
     equal = all(verdict.is_equal for verdict in verdicts)
     axes.set_title("not one bit differs" if equal else "bits differ")
-    axes.legend(ncols=3, loc="upper center")
+    axes.legend(ncols=2, loc="upper center")

@@ -30,7 +30,7 @@ def train_plainly(job: Job, build: Build, stage: VerifyStage) -> None:
     params = list(module.parameters())
     configured = module.configure_optimizers()
     optimizer = configured["optimizer"]
-    scheduler = configured["lr_scheduler"]["scheduler"]  # type: ignore[typeddict-item,index]
+    scheduler = configured["lr_scheduler"]["scheduler"]  # type: ignore[index]
     path = stage.path(job)
     path.parent.mkdir(parents=True, exist_ok=True)
     check_disk(path.parent, num_steps, sum(param.numel() for param in params))
@@ -91,7 +91,7 @@ def _add_gradients(
     torch.manual_seed(seed)
     for param in params:
         param.grad = None
-    token_loss(module.net(tokens), targets).backward()  # type: ignore[no-untyped-call]
+    token_loss(module.net(tokens), targets).backward()
     for index, param in enumerate(params):
         if param.grad is None:
             continue

@@ -1,5 +1,6 @@
 """Row a: a replica held whole on every rank, fed the identical averaged gradient."""
 
+from collections.abc import Callable
 from functools import partial
 
 import lightning as L
@@ -47,12 +48,14 @@ class Replica(Callback):
         self.weights = dict(self.module.named_parameters())
         configured = self.module.configure_optimizers()
         self.optimizer = configured["optimizer"]
-        self.scheduler = configured["lr_scheduler"]["scheduler"]  # type: ignore[typeddict-item,index]
+        self.scheduler = configured["lr_scheduler"]["scheduler"]  # type: ignore[index]
         for flat in _root_of(trainer).flats:
             watched = partial(self._finish_unshard, trainer, flat, flat.finish_unshard)
             flat.finish_unshard = watched  # type: ignore[method-assign]
 
-    def _finish_unshard(self, trainer: L.Trainer, flat: FlatParameter, finish: partial) -> None:  # type: ignore[type-arg]
+    def _finish_unshard(
+        self, trainer: L.Trainer, flat: FlatParameter, finish: Callable[[], None]
+    ) -> None:
         """Compare a unit's weights at the moment at which they are complete."""
         finish()
         is_backward = torch._C._current_graph_task_id() != -1

@@ -42,21 +42,23 @@ class Report:
         self.verdicts = verdicts
         self.not_run = not_run
         every = [outcome for of_claim in outcomes for outcome in of_claim]
-        facts = every[0].facts if every else {}
         self.planted = next((o.facts["planted"] for o in every if o.facts.get("planted")), None)
         self.world_size: int = job.config["world_size"]
-        measured = [
-            outcome.sizes
-            for outcome in every
-            if outcome.sizes is not None and outcome.claim.world_size == self.world_size
-        ]
-        self.sizes = {
+        # The first run of this size is the configured strategy with the first optimizer.
+        base = next((of_claim for of_claim in outcomes if self._is_measured(of_claim)), [])
+        measured = [outcome.sizes for outcome in base if outcome.sizes is not None]
+        facts = base[0].facts if base else {}
+        self.sizes: dict[str, Any] = {
             "parameters": every[0].numel if every else 0,
-            "sharded_bytes": min((each.shards_bytes for each in measured), default=None),
+            "sharded_bytes": max((each.shards_bytes for each in measured), default=None),
             "replicated_bytes": facts.get("parameter_bytes"),
-            "optimizer_bytes": min((each.optimizer_bytes for each in measured), default=None),
+            "optimizer_bytes": max((each.optimizer_bytes for each in measured), default=None),
             "replicated_optimizer_bytes": facts.get("optimizer_bytes"),
         }
+
+    def _is_measured(self, of_claim: Sequence[Outcome]) -> bool:
+        first = of_claim[0]
+        return first.sizes is not None and first.claim.world_size == self.world_size
 
     def publish(self, build: Build) -> None:
         """Write the files and TensorBoard, print the table."""

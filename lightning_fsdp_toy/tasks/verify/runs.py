@@ -15,7 +15,6 @@ from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.verify.comparison import AfterEveryStep, CompareWithPlain
 from lightning_fsdp_toy.tasks.verify.ddp import OrderedDDPStrategy
 from lightning_fsdp_toy.tasks.verify.families import (
-    BATCH,
     PLAIN,
     VerifyStage,
     make_module,
@@ -73,12 +72,14 @@ class StageRuns:
         if "b" in self.rows:
             for text, arguments in _FORMS_OF_SHARDING.items():
                 if not self._is_configured(arguments):
-                    yield self._compared("b", text, self.build("strategy", **arguments))
+                    is_whole = arguments["sharding_strategy"] == "NO_SHARD"
+                    strategy = self.build("strategy", **arguments)
+                    yield self._compared("b", text, strategy, is_whole=is_whole)
         if "d" in self.rows:
             if self.num_ranks <= 2:
-                yield self._compared("d", "Lightning's stock DDP", DDPStrategy())
+                yield self._compared("d", "Lightning's stock DDP", DDPStrategy(), is_whole=True)
             hook = "DDP, hook that adds in rank order"
-            yield self._compared("d", hook, OrderedDDPStrategy())
+            yield self._compared("d", hook, OrderedDDPStrategy(), is_whole=True)
         if "f" in self.rows:
             depth = self.job.config["strategy"]["num_prefetch"]
             text = "not overlapped" if depth else "overlapped"
@@ -101,20 +102,21 @@ class StageRuns:
         _, sizes = self._train(self.build("strategy"), callbacks)
         facts = {"planted": fault.planted} if fault else {}
         if has_replica:
-            shards = self._claim("a", "shards: replica fed the same averaged gradient")
+            shards = self._claim("a", "shards: replica fed the same gradient")
             gathered = self._claim("a", "gathered weights: the same replica", first=1)
             yield self._outcome(shards, replica.shards, facts, sizes)
-            yield self._outcome(gathered, replica.gathered)
+            yield self._outcome(gathered, replica.gathered, is_whole=True)
         for text, arguments in _FORMS_OF_SHARDING.items():
             if "b" in self.rows and self._is_configured(arguments):
                 yield self._outcome(self._claim("b", text), plain.divergence, {}, sizes)
         if "c" in self.rows:
-            text = f"one process, {self.num_ranks} micro-batch(es) accumulated"
+            text = f"one process, micro-batches accumulated: {self.num_ranks}"
             yield self._outcome(self._claim("c", text), plain.divergence, facts, sizes)
 
     def _is_configured(self, arguments: dict[str, Any]) -> bool:
         """Whether the job's own strategy has these arguments, so that the base run is this run."""
-        return arguments.items() <= self.job.config["strategy"].items()
+        configured: dict[str, Any] = self.job.config["strategy"]
+        return arguments.items() <= configured.items()
 
     # -- four micro-batches a step, clipped, with dropout ----------------------------------------
 
@@ -125,8 +127,7 @@ class StageRuns:
         if "e" in self.rows or self.num_ranks == 2:
             saver = [_SaveInTheMiddle(self.middle, scratch_dir(self.job), self._tag)]
             saves = self.num_ranks == 2 and "f" in self.rows
-            text = f"{self.num_ranks} rank(s) x {self.stage.accumulate} micro-batch(es), "
-            text += self._extras()
+            text = f"{self.num_ranks} x {self.stage.accumulate} micro-batches, {self._extras()}"
             yield self._compared("e", text, self.build("strategy"), fault, saver if saves else [])
         if "f" in self.rows and self.num_ranks == 4:
             for form in _FORMS:
@@ -167,15 +168,20 @@ class StageRuns:
         callbacks: list[Any] | None = None,
         ckpt_path: str | None = None,
         first: int = 0,
+        is_whole: bool = False,
     ) -> Outcome:
-        """Train and compare with the plain run after every step from `first` on."""
+        """Train and compare with the plain run after every step from `first` on.
+
+        `is_whole`: every rank holds, and must compare, all weights.
+        """
         self._say(text)
         plain = CompareWithPlain(self.trajectory, self.rank)
         watch = AfterEveryStep(plain)
         faults = [fault] if fault else []
         _, sizes = self._train(strategy, [*faults, watch, *(callbacks or [])], ckpt_path)
         facts = {"planted": fault.planted} if fault else {}
-        return self._outcome(self._claim(row, text, first), plain.divergence, facts, sizes)
+        claim = self._claim(row, text, first)
+        return self._outcome(claim, plain.divergence, facts, sizes, is_whole)
 
     def _train(
         self, strategy: Strategy, callbacks: list[Callback], ckpt_path: str | None = None
@@ -219,14 +225,17 @@ class StageRuns:
         divergence: Any,
         facts: dict[str, Any] | None = None,
         sizes: Sizes | None = None,
+        is_whole: bool = False,
     ) -> Outcome:
         known = self.trajectory.facts | (facts or {})
-        return Outcome(claim, divergence, self.trajectory.numel, known, sizes)
+        num_copies = self.num_ranks if is_whole else 1
+        needed = self.trajectory.numel * num_copies
+        return Outcome(claim, divergence, self.trajectory.numel, needed, known, sizes)
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
             label = optimizer_label(self.job, self.stage.optimizer)
-            print(f"verify: {self.num_ranks} rank(s), {label}: {text} ...", flush=True)
+            print(f"verify: on {self.num_ranks}, {label}: {text} ...", flush=True)
 
 
 class _Measure(Callback):

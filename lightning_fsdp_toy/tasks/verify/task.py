@@ -10,17 +10,15 @@ from typing_extensions import override
 from lightning_fsdp_toy.models import count_parameters
 from lightning_fsdp_toy.tasks import Build, Job, StagedTask, TaskFailedError
 from lightning_fsdp_toy.tasks.verify.families import (
-    BATCH,
-    PLAIN,
     VerifyStage,
     planned_stages,
     scratch_dir,
 )
 from lightning_fsdp_toy.tasks.verify.options import VerifyOptions, check_config
-from lightning_fsdp_toy.tasks.verify.outcomes import Outcome, Verdict, merge
+from lightning_fsdp_toy.tasks.verify.outcomes import Outcome, merge
 from lightning_fsdp_toy.tasks.verify.report import Report, describe_failure
 from lightning_fsdp_toy.tasks.verify.runs import StageRuns
-from lightning_fsdp_toy.tasks.verify.trajectory import Trajectory, check_disk
+from lightning_fsdp_toy.tasks.verify.trajectory import check_disk
 
 __all__ = ["Verify"]
 
