@@ -67,13 +67,14 @@ def launch(cfg: DictConfig) -> float | None:
     """
     job = make_job(cfg)
     start = _Start(job, os.getcwd(), _job_logging())
-    given = given_ranks()
+    given, task = given_ranks(), _find_task(job)
     try:
+        if isinstance(task, StagedTask):
+            task.clean_up(job)  # what a run that was killed left in the same run dir
         if given is not None:
             hand_over(given, (start, _log_dir(job)))
             metric: float | None = run_job(start)
             return metric
-        task = _find_task(job)
         if isinstance(task, StagedTask):
             build = make_build(job.config)
             return run_stages(

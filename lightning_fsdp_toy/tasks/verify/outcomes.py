@@ -13,11 +13,21 @@ __all__ = ["Claim", "Outcome", "Sizes", "Verdict", "merge"]
 class Claim:
     """One line of the table."""
 
-    row: str  # a to f
+    name: str  # short and unique beside size and optimizer; begins with the row
     text: str  # what equals what
     world_size: int
     optimizer: str
     steps: tuple[int, int]  # first and last step that must have been compared
+
+    @property
+    def row(self) -> str:
+        """A to f."""
+        return self.name[0]
+
+    @property
+    def tag(self) -> str:
+        """What it is called in TensorBoard."""
+        return f"verify/{self.name}/{self.optimizer}"
 
 
 @dataclass(frozen=True)

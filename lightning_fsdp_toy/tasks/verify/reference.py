@@ -18,7 +18,7 @@ from lightning_fsdp_toy.lit_module import Batch, LitLanguageModel, token_loss
 from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.verify.families import VerifyStage, make_module
 from lightning_fsdp_toy.tasks.verify.options import VerifyOptions
-from lightning_fsdp_toy.tasks.verify.trajectory import TrajectoryWriter, check_disk
+from lightning_fsdp_toy.tasks.verify.trajectory import Trajectory, TrajectoryWriter, check_disk
 
 __all__ = ["train_plainly"]
 
@@ -33,6 +33,8 @@ def train_plainly(job: Job, build: Build, stage: VerifyStage) -> None:
     scheduler = configured["lr_scheduler"]["scheduler"]  # type: ignore[index]
     path = stage.path(job)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for earlier in path.parent.glob("*.bin"):  # of a family whose stages have ended
+        Trajectory.remove(earlier)
     check_disk(path.parent, num_steps, sum(param.numel() for param in params))
     writer = TrajectoryWriter(path, module.named_parameters(), num_steps)
     writer.write(0)

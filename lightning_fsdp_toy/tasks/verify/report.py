@@ -1,7 +1,7 @@
 """The verdict: a table, `verify.json`, a picture, TensorBoard, and one line if bits differ."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Report:
         rows = [
             {
                 "row": verdict.claim.row,
+                "name": verdict.claim.name,
                 "claim": verdict.claim.text,
                 "world_size": verdict.claim.world_size,
                 "optimizer": verdict.claim.optimizer,
@@ -97,9 +98,9 @@ class Report:
             if name.endswith("_bytes") and size is not None
         }
         for logger in build_all(build, self.job.config, "logger"):
-            for tag, by_step in _by_tag(self.verdicts):
-                for step, size in by_step.items():
-                    logger.log_metrics({tag: size}, step=step)
+            for verdict in self.verdicts:
+                for step, size in verdict.largest.items():
+                    logger.log_metrics({verdict.claim.tag: size}, step=step)
             logger.log_metrics(scalars, step=0)
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image("verify/picture", pixels, dataformats="HWC")
@@ -136,19 +137,6 @@ class Report:
         console.print(f"divergence {largest:.2e}")
         for line in self.not_run:
             console.print(f"not run: {line}")
-
-
-def _by_tag(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[int, float]]]:
-    """Return a tag and the divergence by step for each row of the table."""
-    tags: dict[str, dict[int, float]] = {}
-    for verdict in verdicts:
-        claim = verdict.claim
-        words = "".join(c if c.isalnum() else "_" for c in claim.text.split(",")[0])
-        tag = f"verify/{claim.row}_{words}_{claim.world_size}_{claim.optimizer}"
-        while tag in tags:
-            tag += "_"
-        tags[tag] = verdict.largest
-    return list(tags.items())
 
 
 def describe_failure(verdicts: Sequence[Verdict], plant: str | None) -> str:

@@ -1,7 +1,6 @@
 """The runs of one stage: which strategy trains, and what it is compared with."""
 
 import gc
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+from lightning_fsdp_toy.handover import given_ranks
 from lightning_fsdp_toy.monitors import count_tensor_bytes
 from lightning_fsdp_toy.strategy import ToyFSDPStrategy
 from lightning_fsdp_toy.tasks import Build, Job
@@ -48,7 +48,8 @@ class StageRuns:
         self.stage = stage
         self.options = VerifyOptions.of(job.config)
         self.rows = set(self.options.rows)
-        self.rank = int(os.environ["RANK"])
+        given = given_ranks()
+        self.rank = 0 if given is None else given.global_rank()
         self.num_ranks = stage.num_ranks
         self.middle = self.options.steps // 2
 
@@ -74,17 +75,18 @@ class StageRuns:
                 if not self._is_configured(arguments):
                     is_whole = arguments["sharding_strategy"] == "NO_SHARD"
                     strategy = self.build("strategy", **arguments)
-                    yield self._compared("b", text, strategy, is_whole=is_whole)
+                    yield self._compared(_name_of(text), text, strategy, is_whole=is_whole)
         if "d" in self.rows:
             if self.num_ranks <= 2:
-                yield self._compared("d", "Lightning's stock DDP", DDPStrategy(), is_whole=True)
+                yield self._compared("d_ddp", "Lightning's stock DDP", DDPStrategy(), is_whole=True)
             hook = "DDP, hook that adds in rank order"
-            yield self._compared("d", hook, OrderedDDPStrategy(), is_whole=True)
+            yield self._compared("d_ddp_ordered", hook, OrderedDDPStrategy(), is_whole=True)
         if "f" in self.rows:
             depth = self.job.config["strategy"]["num_prefetch"]
             text = "not overlapped" if depth else "overlapped"
             strategy = self.build("strategy", num_prefetch=0 if depth else 1)
-            yield self._compared("f", f"{text} (num_prefetch={strategy.num_prefetch})", strategy)
+            text += f" (num_prefetch={strategy.num_prefetch})"
+            yield self._compared("f_overlap", text, strategy)
 
     def _base_run(self) -> Iterator[Outcome]:
         """The configured strategy beside a replica: rows a and c, and where most faults go."""
@@ -102,16 +104,16 @@ class StageRuns:
         _, sizes = self._train(self.build("strategy"), callbacks)
         facts = {"planted": fault.planted} if fault else {}
         if has_replica:
-            shards = self._claim("a", "shards: replica fed the same gradient")
-            gathered = self._claim("a", "gathered weights: the same replica", first=1)
+            shards = self._claim("a_shards", "shards: replica fed the same gradient")
+            gathered = self._claim("a_gathered", "gathered weights: the same replica", first=1)
             yield self._outcome(shards, replica.shards, facts, sizes)
             yield self._outcome(gathered, replica.gathered, is_whole=True)
         for text, arguments in _FORMS_OF_SHARDING.items():
             if "b" in self.rows and self._is_configured(arguments):
-                yield self._outcome(self._claim("b", text), plain.divergence, {}, sizes)
+                yield self._outcome(self._claim(_name_of(text), text), plain.divergence, {}, sizes)
         if "c" in self.rows:
             text = f"one process, micro-batches accumulated: {self.num_ranks}"
-            yield self._outcome(self._claim("c", text), plain.divergence, facts, sizes)
+            yield self._outcome(self._claim("c_one_process", text), plain.divergence, facts, sizes)
 
     def _is_configured(self, arguments: dict[str, Any]) -> bool:
         """Whether the job's own strategy has these arguments, so that the base run is this run."""
@@ -128,13 +130,20 @@ class StageRuns:
             saver = [_SaveInTheMiddle(self.middle, scratch_dir(self.job), self._tag)]
             saves = self.num_ranks == 2 and "f" in self.rows
             text = f"{self.num_ranks} x {self.stage.accumulate} micro-batches, {self._extras()}"
-            yield self._compared("e", text, self.build("strategy"), fault, saver if saves else [])
+            yield self._compared(
+                f"e_on_{self.num_ranks}",
+                text,
+                self.build("strategy"),
+                fault,
+                saver if saves else [],
+            )
         if "f" in self.rows and self.num_ranks == 4:
             for form in _FORMS:
                 path = scratch_dir(self.job) / f"{self._tag}_{form}.ckpt"
                 text = f"saved on 2 ranks ({form}), resumed on 4"
                 strategy = self.build("strategy", state_dict_type=form)
-                yield self._compared("f", text, strategy, ckpt_path=str(path), first=self.middle)
+                name = f"f_resumed_{form}"
+                yield self._compared(name, text, strategy, ckpt_path=str(path), first=self.middle)
 
     @property
     def _is_small(self) -> bool:
@@ -161,7 +170,7 @@ class StageRuns:
 
     def _compared(
         self,
-        row: str,
+        name: str,
         text: str,
         strategy: Strategy,
         fault: Fault | None = None,
@@ -180,7 +189,7 @@ class StageRuns:
         faults = [fault] if fault else []
         _, sizes = self._train(strategy, [*faults, watch, *(callbacks or [])], ckpt_path)
         facts = {"planted": fault.planted} if fault else {}
-        claim = self._claim(row, text, first)
+        claim = self._claim(name, text, first)
         return self._outcome(claim, plain.divergence, facts, sizes, is_whole)
 
     def _train(
@@ -215,9 +224,9 @@ class StageRuns:
         gc.collect()  # modules and their hooks refer to each other
         return trainer, measure.sizes
 
-    def _claim(self, row: str, text: str, first: int = 0) -> Claim:
+    def _claim(self, name: str, text: str, first: int = 0) -> Claim:
         label = optimizer_label(self.job, self.stage.optimizer)
-        return Claim(row, text, self.num_ranks, label, (first, self.options.steps))
+        return Claim(name, text, self.num_ranks, label, (first, self.options.steps))
 
     def _outcome(
         self,
@@ -269,6 +278,12 @@ class _SaveInTheMiddle(Callback):
             strategy.state_dict_type = form
             trainer.save_checkpoint(self.folder / f"{self.tag}_{form}.ckpt")
         strategy.state_dict_type = configured
+
+
+def _name_of(form: str) -> str:
+    """Return the name of the claim for a form of sharding."""
+    kind, _, units = form.partition(", ")
+    return f"b_{kind.lower()}" + ("_one_unit" if "one unit" in units else "")
 
 
 def _form(sharding_strategy: str, auto_wrap_policy: str | None) -> dict[str, Any]:
