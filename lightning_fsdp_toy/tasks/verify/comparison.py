@@ -52,7 +52,7 @@ class Divergence:
             return
         size = (actual.double() - expected.double()).abs()
         size[bits == expected_bits] = 0.0  # equal infinities
-        size = size.nan_to_num(nan=float("inf"))
+        size = size.nan_to_num(nan=float("inf"), posinf=float("inf"))
         self.largest[step] = max(self.largest[step], float(size.max()))
         if self.first is None:
             index = int((bits != expected_bits).nonzero()[0])

@@ -92,4 +92,5 @@ def _draw_divergence(axes: Axes, verdicts: Sequence[Verdict]) -> None:
     axes.set_ylabel("largest |difference| of a weight")
     equal = all(verdict.is_equal for verdict in verdicts)
     axes.set_title("not one bit differs" if equal else "bits differ")
-    axes.legend(ncols=2, loc="upper center")
+    if rows:
+        axes.legend(ncols=2, loc="upper center")
