@@ -199,3 +199,35 @@ def is_rank(pid: int) -> bool:
     """Whether a process of a job is one of its ranks: a child of the fork server."""
     parent = psutil.Process(pid).parent()
     return parent is not None and any("forkserver" in part for part in parent.cmdline())
+
+
+VERIFY = ("task=verify", "verify.rows=[a,c]", "verify.steps=3", *TINY[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["train.py", "torchrun"])
+def test_verify_ends_with_1_where_one_bit_differs(tmp_path: Path, launcher: str) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    program = torchrun if launcher == "torchrun" else ()
+    run = (*VERIFY, "devices=2", "hydra.run.dir=run")
+    code, out, err = finish(start(tmp_path, *run, "verify.plant=shard", program=program))
+    assert code == 1
+    [line] = error_lines(err)
+    assert "bits differ in row(s) a, c" in line and "step 1, rank 1 of 2" in line
+    code, out, err = finish(start(tmp_path, *run, program=program))
+    assert code == 0 and not error_lines(err)
+    assert "divergence 0.00e+00" in out
+    assert not (tmp_path / "run" / "scratch").exists()
+
+
+@pytest.mark.slow
+def test_stopped_verification_leaves_no_files(tmp_path: Path) -> None:
+    process = start(tmp_path, *VERIFY, "verify.steps=100000", "hydra.run.dir=run")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("run/scratch/*.bin")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finish(process)
+    assert code == 143
+    assert not (tmp_path / "run" / "scratch").exists()
