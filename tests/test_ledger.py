@@ -40,7 +40,7 @@ def _all_cases(micro_batches, last_only):
     results = {}
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         for policy in ("auto", None, ["Linear"]):
-            for precision in (None, torch.bfloat16):
+            for precision in (None, torch.bfloat16) if policy == "auto" else (None,):
                 options = {
                     "sharding_strategy": strategy,
                     "auto_wrap_policy": policy,
