@@ -76,7 +76,7 @@ def test_job_writes_what_the_design_lists(tmp_path: Path) -> None:
     ]
     assert all(summary[group]["planned"] == {} for group in ("memory", "communication"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("checkpoints", "ranks", "summary.json", "tensorboard")
+        *("checkpoints", "pictures", "ranks", "summary.json", "tensorboard")
     ]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
     assert [step for step, _ in read_scalars(tmp_path, "val/loss")] == [0, 3]

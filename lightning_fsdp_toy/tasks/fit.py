@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_WARM_UP_STEPS = 1  # optimizer steps that the throughput leaves out
 _LAST = "checkpoints/last.ckpt"
+_NO_HPARAMS = ("callbacks", "logger", "launch", "run_dir", "task")
 
 
 def fit(job: Job, build: Build) -> float | None:
@@ -275,7 +276,9 @@ def report(job: Job, trainer: L.Trainer, summary: dict[str, Any], num_parameters
     metrics = {name: value for name, value in summary["metrics"].items() if value is not None}
     given = job.config["strategy"]
     strategy = {"name": job.choices["strategy"]} | (given if isinstance(given, dict) else {})
-    log_hparams(trainer, job.config | {"strategy": strategy}, metrics | extra)
+    # Without what says nothing about the result and would fill the columns.
+    params = {key: value for key, value in job.config.items() if key not in _NO_HPARAMS}
+    log_hparams(trainer, params | {"strategy": strategy}, metrics | extra)
     write_summary(job.run_dir, summary)
     print_table(summary, num_parameters)
     print(f"tensorboard --logdir {job.run_dir}", flush=True)
