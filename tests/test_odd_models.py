@@ -161,6 +161,48 @@ def test_a_module_that_loads_into_a_part_of_its_weight_keeps_the_rest(world_size
     run_ranks(_load_into_a_part, world_size)
 
 
+class Integers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(200, dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        self.weight.data.copy_(state_dict[prefix + "weight"])
+
+
+class HalfTied(nn.Module):
+    """One weight in two modules, of which the second loads nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.output = CopiesNothing()
+        self.output.weight = self.embedding.weight
+
+
+class CopiesNothing(nn.Module):
+    def _load_from_state_dict(self, *_):
+        pass
+
+
+def _load_odd():
+    integers, tied = Integers(), HalfTied()
+    fully_shard(integers)
+    fully_shard(tied)
+    loaded = torch.arange(200, dtype=torch.int8)
+    load_model_state(get_root(integers), {"weight": loaded, "scale": torch.ones(1)})
+    state = {"embedding.weight": torch.full((40, 8), 3.0), "output.weight": torch.zeros(40, 8)}
+    load_model_state(get_root(tied), state)
+    assert torch.equal(full_parameters(integers)["weight"], loaded)
+    assert full_parameters(tied)["embedding.weight"].eq(3).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_integers_and_half_tied_weights_are_loaded(world_size):
+    run_ranks(_load_odd, world_size)
+
+
 def _new_head(directory):
     torch.manual_seed(0)
     module = LitStack()

@@ -129,25 +129,18 @@ def load_model_state(
     assigns = "assign" in inspect.signature(load).parameters
     options = {"assign": True} if assigns else {}
 
-    def face(original: OriginalParameter) -> nn.Parameter:
-        is_assigned = assigns and all(_loads_by_assignment(m) for m, _ in original.homes)
-        return meta_parameter(original) if is_assigned else nn.Parameter(values[original])
+    stand_ins = _stand_ins(root, assigns)
 
-    values: dict[OriginalParameter, Tensor] = {}
-    for flat in root.flats:  # modules that copy into what is there, maybe a part of it
-        if not (
-            assigns and all(_loads_by_assignment(m) for o in flat.originals for m, _ in o.homes)
-        ):
-            whole = _gather_whole(flat, flat.shard)
-            values |= {o: o.view_of(whole).clone() for o in flat.originals}
-            del whole
+    def face(original: OriginalParameter) -> nn.Parameter:
+        is_copied = original in stand_ins
+        return stand_ins[original] if is_copied else meta_parameter(original)
+
     try:
         with show_faces(root, face):
             result = load(state, strict=strict, **options)
             for original in root.originals():
-                shown = [m._parameters[name] for m, name in original.homes]
-                given = [value for value in shown if value is not None and not value.is_meta]
-                loaded += [(original, value) for value in given[-1:]]
+                value = _given(original, stand_ins.get(original))
+                loaded += [] if value is None else [(original, value)]
             new_buffers = [module._buffers[name] for module, name, _ in buffers]
     finally:
         for module, name, buffer in buffers:
@@ -253,6 +246,31 @@ def _own_scalar(value: Any) -> Any:
 def _empty_whole(original: OriginalParameter, piece: Tensor) -> Tensor:
     """Return memory on the CPU for the whole tensor of which ``piece`` is this rank's part."""
     return torch.empty_strided(original.slot.shape, original.slot.stride, dtype=piece.dtype)
+
+
+def _stand_ins(root: RootState, assigns: bool) -> dict[OriginalParameter, nn.Parameter]:
+    """Return whole parameters for modules that copy into what is there, maybe a part of it."""
+    found: dict[OriginalParameter, nn.Parameter] = {}
+    for flat in root.flats:
+        copied = [
+            original
+            for original in flat.originals
+            if not (assigns and all(_loads_by_assignment(m) for m, _ in original.homes))
+        ]
+        if copied:
+            whole = _gather_whole(flat, flat.shard)
+            for original in copied:
+                value = original.view_of(whole).clone()
+                found[original] = nn.Parameter(value, original.sharded.requires_grad)
+            del whole
+    return found
+
+
+def _given(original: OriginalParameter, stand_in: nn.Parameter | None) -> Tensor | None:
+    """Return what loading has put in the place of a parameter, or made of its stand-in."""
+    shown = [module._parameters[name] for module, name in original.homes]
+    assigned = [v for v in shown if v is not None and not v.is_meta and v is not stand_in]
+    return assigned[-1] if assigned else stand_in
 
 
 def _loads_by_assignment(module: nn.Module) -> bool:
