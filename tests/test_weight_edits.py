@@ -172,8 +172,10 @@ class UnitsAtStart(Shared):
             edit_(param, lambda p: p.clamp_(-0.2, 0.9), self.through_data)
         with self.trainer.strategy.unsharded() if hasattr(self, "_fsdp_root") else nullcontext():
             assert self.scale.max() <= 0.9
+            assert self.scale.shape == (3,)
             with torch.no_grad():
                 self.net.blocks[0](torch.ones(2, 7))
+        edit_(self.scale, lambda p: p.mul_(1.125), self.through_data)  # after the block, too
         parts = self.parts(batch)
         return sum(F.mse_loss(self.scale * self.net(x), y) for x, y in parts) / len(parts)
 
@@ -237,6 +239,51 @@ def _hold_in_forward():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_block_inside_forward_leaves_the_running_forward_alone(world_size):
     assert all(run_ranks(_hold_in_forward, world_size))
+
+
+class WrongShape(Prototypes):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.prototypes.weight.data = torch.ones(2, 2)
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+def _wrong_shape(directory):
+    torch.manual_seed(0)
+    module = WrongShape(True)
+    with pytest.raises(ValueError, match=r"`prototypes.weight` was given data of shape \(2, 2\)"):
+        fit(module, ToyFSDPStrategy(), directory, global_batches(4))
+    root = get_root(module)
+    assert not root.is_in_forward and root.root_unit.num_active == 0
+    assert full_parameters(module)["prototypes.weight"].shape == (3, 3)
+
+
+def test_data_of_another_shape_ends_the_step_in_order(tmp_path):
+    run_ranks(_wrong_shape, 2, tmp_path)
+
+
+class CallsApart(Prototypes):
+    """In every other batch rank 0 calls a module of the root unit, and the others none."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 2 == 0:
+            return super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            with torch.no_grad():
+                self.prototypes(torch.ones(1, 3))
+        return None
+
+
+def _calls_apart(directory, options):
+    torch.manual_seed(0)
+    return fit(CallsApart(True), ToyFSDPStrategy(**options), directory, global_batches(4))
+
+
+@pytest.mark.parametrize("options", [{}, {"debug": True}, {"num_prefetch": 2}], ids=str)
+def test_a_rank_that_calls_no_module_does_not_hang_the_others(tmp_path, options):
+    first, second = run_ranks(_calls_apart, 2, tmp_path, options)
+    assert_equal(first, second)
 
 
 def _debug_with_nan():

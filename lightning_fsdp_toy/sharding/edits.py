@@ -10,6 +10,8 @@ Note: edits inside ``training_step``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,9 @@ from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 
 if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.root import RootState
+    from lightning_fsdp_toy.sharding.unit import Unit
 
-__all__ = ["EditWindow", "find_data_edits"]
+__all__ = ["EditWindow", "look_for_edits"]
 
 
 class EditWindow:
@@ -57,13 +60,19 @@ class EditWindow:
         self.keep()
         if self._awaits_calls:
             self._awaits_calls = False
-            self.root.residency.prefetch_forward(self.root.root_unit)
+            if not self.root.is_debug:  # which compares the ranks' order of collectives
+                self.root.residency.prefetch_forward(self.root.root_unit)
 
-    def keep(self) -> None:
+    def end_scope(self) -> None:
+        """The block ends well: a rank that has called no module gathers what the others did."""
+        if self._awaits_calls:
+            self.begin_calls()
+
+    def keep(self, stays_open: bool = False) -> None:
         """Bring edits of the root unit's weights to the shards, if there may be any."""
         unit = self.root.root_unit
         if self.is_open and unit.num_pins == 0:
-            self.is_open = False
+            self.is_open = stays_open
             for flat in unit.flats if unit.is_unsharded else ():
                 _keep_edits(flat)
 
@@ -92,7 +101,24 @@ def _keep_edits(flat: FlatParameter) -> None:
     flat.note_edited([o for o in flat.originals if o.piece_of(is_edited).any()])
 
 
-def find_data_edits(flat: FlatParameter) -> list[OriginalParameter]:
+def look_for_edits(unit: Unit) -> list[Callable[[], None]]:
+    """Keep edits of a forward call that ends; return what raises for those that are lost."""
+    refusals: list[Callable[[], None]] = []
+    if unit is unit.root.root_unit and unit.num_active == 1:
+        try:
+            unit.root.edits.keep()
+        except ValueError as error:  # raised when the call has been ended in order
+            refusals.append(partial(_raise, error))
+    refusals += [o.refuse_replacement for o in unit.originals if o.is_replaced]
+    refusals += [o.refuse_data_edit for flat in unit.flats for o in _find_data_edits(flat)]
+    return refusals
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _find_data_edits(flat: FlatParameter) -> list[OriginalParameter]:
     """Return those whose unsharded face was given other data (``param.data = x``).
 
     And takes the data away again. In debug mode also those that were edited through ``.data``,

@@ -213,6 +213,8 @@ class RootState:
                 unit.pre_forward()
             try:
                 yield outputs
+                if is_step and self._depth == 1:
+                    self.edits.end_scope()
             finally:
                 outputs[:] = unit.post_forward(unit.module, (), outputs)
         finally:

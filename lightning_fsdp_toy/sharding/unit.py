@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp_toy.sharding.edits import find_data_edits
+from lightning_fsdp_toy.sharding.edits import look_for_edits
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
@@ -149,10 +149,7 @@ class Unit:
             return output
         self._note("end_forward")
         output = self._without_views(output)
-        if self is self.root.root_unit and self.num_active == 1 and self.num_pins == 0:
-            self.root.edits.keep()
-        replaced = [o for o in self.originals if self.num_pins == 0 and o.is_replaced]
-        edited = [o for flat in self.flats if self.num_pins == 0 for o in find_data_edits(flat)]
+        refusals = look_for_edits(self) if self.num_pins == 0 else []
         self.num_active -= 1
         self.root.residency.note_end(self)
         end = self.root.record_end(self)
@@ -165,10 +162,8 @@ class Unit:
         if self.num_pins == 0:
             for original in self.originals:
                 original.refuse_edits()
-        for original in replaced:
-            original.refuse_replacement()
-        for original in edited:
-            original.refuse_data_edit()
+        for refuse in refusals:
+            refuse()
         return output
 
     def _without_views(self, output: Any) -> Any:

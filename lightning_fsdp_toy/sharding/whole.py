@@ -24,7 +24,7 @@ def hold_unsharded(root: RootState, module: nn.Module, writeback: bool) -> Itera
     units += [root.root_unit] if root.root_unit not in units else []  # may hold tied weights
     held: list[Unit] = []
     kept: dict[FlatParameter, Tensor] = {}
-    root.edits.keep()
+    root.edits.keep(stays_open=True)
     root.num_scopes += 1
     try:
         root.enter_forward(root.root_unit)

@@ -43,7 +43,9 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     if is_sharded:
         _check_strategy(path, config)
-        _check_weights(path, _sharded_shapes(path), shapes)
+        saved_shapes = _sharded_shapes(path)
+        if _is_ours(config["strategy"]):
+            _check_weights(path, saved_shapes, shapes)
     else:
         saved = checkpoint["state_dict"].items()
         _check_weights(path, {name: tuple(tensor.shape) for name, tensor in saved}, shapes)
@@ -84,6 +86,11 @@ def _check_strategy(path: Path, config: dict[str, Any]) -> None:
         )
 
 
+def _is_ours(strategy: Any) -> bool:
+    target = strategy.get("_target_") if isinstance(strategy, dict) else None
+    return str(target).endswith(".ToyFSDPStrategy")
+
+
 def _sharded_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights in a sharded checkpoint whose files are all there."""
     try:
@@ -109,7 +116,9 @@ def _check_optimizer(path: Path, states: list[Any], module: nn.Module) -> None:
     if make_optimizer is None or len(states) != 1 or not states[0].get("param_groups"):
         return
     optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
-    missing = sorted(set(optimizer.defaults) - set(states[0]["param_groups"][0]))
+    group = {**states[0]["param_groups"][0], "params": [0]}
+    optimizer.load_state_dict({"state": {}, "param_groups": [group]})  # knows older forms
+    missing = sorted(set(optimizer.defaults) - set(optimizer.param_groups[0]))
     if missing:
         raise ValueError(
             f"`ckpt_path={path}` was saved with another `optimizer` than "
