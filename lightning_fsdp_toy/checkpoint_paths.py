@@ -46,7 +46,7 @@ def clear_the_way(path: Path) -> str | None:
 def put_in_place(path: Path) -> None:
     """Move what was written beside ``path`` to it; an older checkpoint goes only now."""
     partial = partial_path(path)
-    if path.is_symlink():  # what it names stays
+    if path.is_symlink() and (path.is_dir() or partial.is_dir()):  # what it names stays
         path.unlink()
     elif is_sharded_checkpoint(path) or (path.is_file() and partial.is_dir()):
         _remove(path)

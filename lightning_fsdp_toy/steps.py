@@ -100,14 +100,15 @@ class ShardedSteps(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.root.show_gathered()  # recomputation may come first and read weights directly
-        optimizer, *given = [*args] or [None]
-        kwargs |= dict(zip(_BACKWARD_ARGUMENTS, given, strict=False))
+        if len(args) > len(_BACKWARD_ARGUMENTS):  # the optimizer, and `inputs` by its place
+            kwargs |= dict(zip(_BACKWARD_ARGUMENTS, args[1:], strict=False))
+            args = args[:1]
         if kwargs.get("inputs") is not None:  # of autograd: those that forward used
             faces = {id(o.sharded): o.unsharded for o in self.root.originals()}
             inputs = kwargs["inputs"]
             inputs = [inputs] if isinstance(inputs, Tensor) else inputs
             kwargs["inputs"] = [faces.get(id(tensor), tensor) for tensor in inputs]
-        return super().backward(closure_loss, optimizer, **kwargs)
+        return super().backward(closure_loss, *args, **kwargs)
 
 
 def _cast(data: Any, dtype: torch.dtype) -> Any:
