@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.jobs import JobError
@@ -92,6 +93,13 @@ def test_final_metrics_stand_beside_the_hyper_parameters_once(tmp_path: Path) ->
     content = summaries["_hparams_/session_start_info"].plugin_data.content
     assert b"model.d_model" in content and b"trainer.max_steps" in content
     experiment = summaries["_hparams_/experiment"].plugin_data.content
+    columns = HParamsPluginData.FromString(experiment).experiment
+    first = sorted(columns.hparam_infos, key=lambda each: (not each.differs, each.name))[:5]
+    assert {"devices", "precision", "strategy.name"} < {each.name for each in first}
+    assert [each.name.tag for each in columns.metric_infos][:5] == [
+        *("train/loss", "val/loss", "throughput/run_tokens_per_s"),
+        *("memory/run_peak_mib", "memory/run_process_peak_mib"),  # the former of toy_fsdp only
+    ]
     memory = ("memory/run_tensors_mib", "memory/run_process_peak_mib")
     for tag in ("val/loss", "val/perplexity", "throughput/run_tokens_per_s", *memory):
         assert tag.encode() in experiment

@@ -261,24 +261,27 @@ def report(job: Job, trainer: L.Trainer, summary: dict[str, Any], num_parameters
     """Write and print what the run came to; on rank 0."""
     measured = summary["memory"]["measured"]
     parts = [measured[f"{name}_bytes"] for name in ("shards", "gradients", "optimizer")]
-    sizes = {
-        "memory/run_tensors_mib": sum(part or 0 for part in parts),  # comparable across strategies
+    mib = {
         "memory/run_peak_mib": measured["peak_bytes"],
         "memory/run_process_peak_mib": measured["process_peak_bytes"],
+        "memory/run_tensors_mib": sum(part or 0 for part in parts),  # of any strategy
     }
-    extra: dict[str, float] = {
-        name: size / 2**20 for name, size in sizes.items() if size is not None
+    metrics = summary["metrics"]
+    extra: dict[str, float | None] = {
+        "throughput/run_tokens_per_s": summary["throughput"]["tokens_per_s"],
+        **{name: None if size is None else size / 2**20 for name, size in mib.items()},
     }
-    if summary["throughput"]["tokens_per_s"] is not None:
-        extra["throughput/run_tokens_per_s"] = summary["throughput"]["tokens_per_s"]
+    known = {name: value for name, value in extra.items() if value is not None}
     for each in trainer.loggers:
-        each.log_metrics(extra, step=trainer.global_step)
-    metrics = {name: value for name, value in summary["metrics"].items() if value is not None}
+        each.log_metrics(known, step=trainer.global_step)
+    # The tab opens with the first five of them.
+    order = ("train/loss", "val/loss", *extra, "val/perplexity")
+    columns = {name: (metrics | extra)[name] for name in order}
     given = job.config["strategy"]
     strategy = {"name": job.choices["strategy"]} | (given if isinstance(given, dict) else {})
     # Without what says nothing about the result and would fill the columns.
     params = {key: value for key, value in job.config.items() if key not in _NO_HPARAMS}
-    log_hparams(trainer, params | {"strategy": strategy}, metrics | extra)
+    log_hparams(trainer, params | {"strategy": strategy}, columns)
     write_summary(job.run_dir, summary)
     print_table(summary, num_parameters)
     print(f"tensorboard --logdir {job.run_dir}", flush=True)

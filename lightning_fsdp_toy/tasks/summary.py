@@ -1,7 +1,7 @@
 """What a run reports in the end: `summary.json`, a short table, the HPARAMS tab."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.summary import hparams
 
 __all__ = ["flatten", "largest_over_ranks", "log_hparams", "print_table", "write_summary"]
 
 _MIB = 2**20
+# What the HPARAMS tab, which opens with five columns, shows first.
+_FIRST_COLUMNS = ("data.batch_size", "devices", "precision", "strategy.name", "trainer.max_steps")
 Number = int | float | None
 
 
@@ -59,12 +63,13 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def log_hparams(
-    trainer: L.Trainer, config: Mapping[str, Any], metrics: Mapping[str, float]
+    trainer: L.Trainer, config: Mapping[str, Any], metrics: Mapping[str, Number]
 ) -> None:
     """Log the flattened config once; in TensorBoard beside the final `metrics`.
 
     The HPARAMS tab reads the metrics from the scalars of the same names, which must have been
-    logged. Called on all ranks; rank 0 writes.
+    logged. Those that this run does not have are named for the other runs of a sweep: the tab takes
+    the columns from one of them. Called on all ranks; rank 0 writes.
     """
     if not trainer.is_global_zero:
         return
@@ -75,10 +80,21 @@ def log_hparams(
             continue
         logger.hparams.update(params)  # for hparams.yaml
         writer = logger.experiment.file_writer
-        for part in hparams(params, dict(metrics)):
+        experiment, *session = hparams(params, dict.fromkeys(metrics, 0.0))
+        _bring_forward(experiment, _FIRST_COLUMNS)
+        for part in (experiment, *session):
             if writer is not None:
                 writer.add_summary(part)
         logger.save()
+
+
+def _bring_forward(experiment: Summary, names: Collection[str]) -> None:
+    """Mark hyper-parameters as differing between runs: TensorBoard sorts those to the front."""
+    plugin_data = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin_data.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in names
+    plugin_data.content = content.SerializeToString()
 
 
 def print_table(summary: Mapping[str, Any], num_parameters: int) -> None:

@@ -1,0 +1,98 @@
+"""Times training steps without monitors, with all of them, and with the trace as well, interleaved.
+
+Run it on an otherwise idle machine::
+
+    python -m tests.compare_monitors devices=2 trainer.max_steps=600
+
+It is `train.py` (whose overrides it takes), training only, with one more callback, which lets the
+monitors take turns: ten steps of each in every round, in alternating order. What counts is the
+ratio within a round, because machines drift.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_fsdp_toy.monitors.monitor import Monitor
+from lightning_fsdp_toy.sharding.observer import Observer
+
+STEPS = 10  # of a variant in a round
+VARIANTS = ("off", "monitors", "trace")  # the last: monitors and what `+trace=true` records
+
+
+class Turns(Callback):
+    """Takes the monitors out of the Trainer and puts them back; prints the ratios in the end."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        self._num_batches = 0
+        self._start = 0.0
+        self._variant = ""
+        self._observer: Observer | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._num_batches == 0:
+            self._all = list(trainer.callbacks)  # type: ignore[attr-defined]
+        if self._num_batches % STEPS == 0:
+            now = time.perf_counter()
+            if self._variant:
+                self.times[self._variant].append((now - self._start) / STEPS)
+            turn, at = divmod(self._num_batches // STEPS, len(VARIANTS))
+            self._choose(trainer, VARIANTS[at if turn % 2 == 0 else -1 - at])
+            self._start = time.perf_counter()
+        self._num_batches += 1
+
+    def _choose(self, trainer: L.Trainer, variant: str) -> None:
+        root = trainer.strategy.root  # type: ignore[attr-defined]
+        if self._observer is not None:
+            self._observer.close()
+            root.observers.remove(self._observer)
+            self._observer = None
+        self._variant, is_on = variant, variant != "off"
+        kept = [each for each in self._all if is_on or not isinstance(each, Monitor)]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
+        root.memory.counts_activations = is_on
+        if variant == "trace":
+            self._observer = Observer(root.memory)
+            root.observers.append(self._observer)
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._choose(trainer, "monitors")
+        times = {name: seconds[1:] for name, seconds in self.times.items()}  # without warm-up
+        rounds = min(map(len, times.values()))
+        if not trainer.is_global_zero:
+            return
+        for name in VARIANTS[1:]:
+            pairs = zip(times[name][:rounds], times["off"][:rounds], strict=True)
+            low, middle, high = statistics.quantiles((a / b for a, b in pairs), n=4)
+            best = min(times[name]) / min(times["off"])
+            print(
+                f"{name:9} / off: median {middle:.3f}, middle half {low:.3f} to {high:.3f}, "
+                f"best steps {best:.3f}, {rounds} rounds"
+            )
+
+
+def main() -> None:
+    repo = Path(__file__).parents[1]
+    turns = "+callbacks.turns._target_=tests.compare_monitors.Turns"
+    only_training = ("trainer.limit_val_batches=0", "~callbacks.checkpoint", "~callbacks.pictures")
+    subprocess.run(
+        [sys.executable, "train.py", *only_training, turns, *sys.argv[1:]],
+        cwd=repo,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo)},
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
