@@ -1,15 +1,22 @@
 """The timeline of a few steps and the pictures drawn from it."""
 
 import json
+import warnings
+from unittest import mock
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.monitors import Pictures, Timeline
+from lightning_fsdp_toy.monitors.drawing import bytes_figure
+from lightning_fsdp_toy.monitors.planned import plan
 from lightning_fsdp_toy.monitors.recording import Recording, Span
 from lightning_fsdp_toy.monitors.timeline import chrome_trace, unit_spans
+from lightning_fsdp_toy.sharding import Ledger
 from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
 from lightning_fsdp_toy.sharding.memory import KINDS
 from lightning_fsdp_toy.sharding.observer import UnitEvent
@@ -28,7 +35,7 @@ def _fit(directory, strategy, options):
     )
     trainer.fit(LitStack(), regression_data(64))
     root = getattr(trainer.strategy, "root", None)
-    return root is None or (root.observers == [] and root.memory.listeners == [])
+    return root is None or root.observers == root.memory.listeners == root.ledger.listeners == []
 
 
 def trace_of(directory, strategy, options, world_size=2):
@@ -82,6 +89,68 @@ def test_slices_of_a_lane_nest(tmp_path):
                 open_until.append(end)
 
 
+def _end_early(directory):
+    module, data = LitStack(), regression_data(64)
+
+    class Evaluate(Callback):
+        def on_train_end(self, trainer, pl_module):
+            with torch.no_grad():
+                module.net(next(iter(data))[0])
+
+    callbacks = [Evaluate(), Timeline(f"{directory}/trace.json", num_steps=20)]
+    make_trainer(ToyFSDPStrategy(), directory, max_steps=3, callbacks=callbacks).fit(module, data)
+
+
+def test_a_trace_ends_with_the_last_step(tmp_path):
+    run_ranks(_end_early, 2, str(tmp_path))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        found = lanes(events, rank)
+        last = next(e for e in found["compute"] if e["name"] == "batch 2")
+        for event in (event for slices in found.values() for event in slices):
+            assert event["dur"] >= 0
+            assert event["ts"] + event["dur"] <= last["ts"] + last["dur"] + 1e-3
+
+
+def _record_many(directory):
+    timeline = Timeline(f"{directory}/trace.json", num_steps=6)
+    trainer = make_trainer(ToyFSDPStrategy(), directory, max_steps=6, callbacks=[timeline])
+    with mock.patch.object(Ledger.__init__, "__defaults__", (4,)):  # keeps four records itself
+        trainer.fit(LitStack(), regression_data(64))
+    assert len(trainer.strategy.ledger.records) == 4
+    reductions = [r for r in timeline.recording.collectives if r.operation == "reduce_scatter"]
+    return len(reductions)
+
+
+def test_a_long_trace_keeps_all_collectives(tmp_path):
+    assert run_ranks(_record_many, 2, str(tmp_path)) == [6 * len(UNITS)] * 2
+
+
+def _warnings_of(*args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(*args)
+    return [str(each.message) for each in caught if "`Timeline`" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "strategy, text",
+    [
+        ("toy_fsdp", "was not written: training ended after 6 batches, before `first_step=9`"),
+        (
+            "ddp",
+            "will not be written: only `toy_fsdp` tells what units do, and this is DDPStrategy",
+        ),
+    ],
+)
+def test_a_trace_that_is_not_written_warns_once(tmp_path, strategy, text):
+    options = {"first_step": 9}
+    first, second = run_ranks(_warnings_of, 2, str(tmp_path), strategy, options)
+    assert len(first) == 1 and text in first[0]
+    assert second == []
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_bytes_in_the_trace_are_the_ledgers(tmp_path):
     events = trace_of(tmp_path, ToyFSDPStrategy(num_prefetch=0), {"first_step": 3})
     found = lanes(events, 0)
@@ -90,11 +159,6 @@ def test_bytes_in_the_trace_are_the_ledgers(tmp_path):
     gathers = [e for e in found["communication"] if e["name"].startswith("all_gather")]
     assert len(gathers) == len(steps) * (2 * len(UNITS) - 2)
     assert all(e["args"]["payload_bytes"] == 2 * e["args"]["sent_bytes"] for e in gathers)
-
-
-def test_other_strategies_write_no_trace(tmp_path):
-    assert all(run_ranks(_fit, 2, str(tmp_path), "ddp", {}))
-    assert not (tmp_path / "trace.json").exists()
 
 
 def test_clocks_of_two_machines_are_brought_together():
@@ -126,6 +190,30 @@ def test_states_of_a_unit_follow_its_events():
 def test_numbers_of_steps_are_checked(options):
     with pytest.raises(ValueError, match="expected a whole number of at least"):
         Timeline("trace.json", **options)
+
+
+@pytest.mark.parametrize("sync", ["every_micro_batch", "last_micro_batch"])
+def test_a_picture_of_bytes_is_of_a_whole_optimizer_step(tmp_path, sync):
+    for counted, formula in run_ranks(_bars, 2, str(tmp_path), sync):
+        assert counted == formula and min(counted[:2]) > 0
+
+
+def _bars(directory, sync):
+    pictures = Pictures(directory)
+    trainer = make_trainer(
+        ToyFSDPStrategy(gradient_sync=sync),
+        directory,
+        max_steps=4,
+        max_epochs=-1,
+        accumulate_grad_batches=3,
+        callbacks=[pictures],
+    )
+    trainer.fit(LitStack(), regression_data(128))
+    recording = pictures.recording
+    assert [step.name for step in recording.steps] == ["batch 6", "batch 7", "batch 8"]
+    figure = bytes_figure(recording, plan(trainer, trainer.strategy.root, 3))
+    bars = figure.axes[0].containers
+    return [[bar.get_height() for bar in each] for each in bars]
 
 
 def _draw(directory, options):

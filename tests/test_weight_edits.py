@@ -85,6 +85,28 @@ class Prototypes(Shared):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
+class UsedAtOnce(Shared):
+    """Edits a weight of its own and uses it, twice, before it calls a module."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        self.through_data = through_data
+        self.net = Stack()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def training_step(self, batch, _):
+        edit_(self.weight, lambda p: p.clamp_(-0.5, 0.5).mul_(1.25), self.through_data)
+        parts = self.parts(batch)
+        return sum(self.loss(x, y) for x, y in parts) / len(parts)
+
+    def loss(self, x, y):
+        weight, penalty = F.normalize(self.weight, dim=1), self.weight.pow(2).mean()
+        return F.mse_loss(self.net(x) @ weight, y) + penalty
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
 def _fit(kind, through_data, directory, options):
     torch.manual_seed(0)
     strategy = "auto" if options is None else ToyFSDPStrategy(**options)
@@ -93,7 +115,7 @@ def _fit(kind, through_data, directory, options):
 
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 @pytest.mark.parametrize("through_data", [True, False])
-@pytest.mark.parametrize("kind", [Critic, Prototypes])
+@pytest.mark.parametrize("kind", [Critic, Prototypes, UsedAtOnce])
 def test_edits_that_every_rank_makes_in_training_step_are_kept(
     tmp_path, kind, through_data, options
 ):

@@ -57,8 +57,7 @@ def units_figure(recording: Recording, world_size: int) -> Figure:
     more = len(recording.units) - len(units)
     note = f", {more} more units not shown" if more else ""
     axes.set_title(
-        f"Units over one step: rank {recording.rank} of {world_size}, "
-        f"{recording.steps[0].name}{note}"
+        f"Units over one step: rank {recording.rank} of {world_size}, {_batches(recording)}{note}"
     )
     legend = [
         Patch(facecolor=color, hatch=hatch, edgecolor="black", label=name)
@@ -68,7 +67,7 @@ def units_figure(recording: Recording, world_size: int) -> Figure:
     return figure
 
 
-def memory_figure(recording: Recording, planned: Mapping[str, int]) -> Figure:
+def memory_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
     """Draw the bytes held over the recorded steps, stacked by kind, with the formula's maximum.
 
     Args:
@@ -104,7 +103,7 @@ def memory_figure(recording: Recording, planned: Mapping[str, int]) -> Figure:
         )
         counted = max(sum(v for k, v in each.items() if k != "activations") for each in held)
         axes.set_title(
-            f"Tensor memory over one step: rank {recording.rank}, {recording.steps[0].name}; "
+            f"Tensor memory over one step: rank {recording.rank}, {_batches(recording)}; "
             f"without activations at most {counted / MIB:.2f} MiB"
         )
     axes.set_xlim(0, times[-1])
@@ -115,25 +114,27 @@ def memory_figure(recording: Recording, planned: Mapping[str, int]) -> Figure:
     return figure
 
 
-def bytes_figure(recording: Recording, planned: Mapping[str, int]) -> Figure:
+def bytes_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
     """Draw the bytes a rank sent in one step by operation, beside the formula's."""
     counted = dict.fromkeys(_OPERATIONS, 0)
     for record in recording.collectives:
         if record.operation in counted:
             counted[record.operation] += record.sent_bytes
     figure, axes = _figure(8, 4.4)
-    pairs = [
-        ("counted", [counted[name] / MIB / len(recording.steps) for name in _OPERATIONS], 0, None),
-        ("formula", [planned.get(name, 0) / MIB for name in _OPERATIONS], 1, "///"),
+    pairs: list[tuple[str, list[float], int, str | None]] = [
+        ("counted", [counted[name] / MIB for name in _OPERATIONS], 0, None),
     ]
+    if planned:
+        formula = [planned.get(name, 0) / MIB for name in _OPERATIONS]
+        pairs.append(("formula", formula, 1, "///"))
     for label, values, number, hatch in pairs:
         places = [index + 0.4 * number - 0.2 for index in range(len(values))]
         bars = axes.bar(places, values, 0.38, color=COLORS[number], hatch=hatch, label=label)
         axes.bar_label(bars, fmt="%.3f", padding=2)
     axes.set_xticks(range(len(_OPERATIONS)), [name.replace("_", "-") for name in _OPERATIONS])
-    axes.set_ylabel("sent by a rank in a step (MiB)")
+    axes.set_ylabel("sent by a rank in an optimizer step (MiB)")
     axes.margins(y=0.15)
-    axes.set_title(f"Communication of one step: rank {recording.rank}, {recording.steps[0].name}")
+    axes.set_title(f"Communication of one step: rank {recording.rank}, {_batches(recording)}")
     axes.legend(frameon=False)
     return figure
 
@@ -165,6 +166,12 @@ def ownership_figure(root: RootState) -> Figure:
     more = f", {len(flats) - len(shown)} more not shown" if len(flats) > len(shown) else ""
     axes.set_title(f"Who owns which slice: {num_ranks} rank(s) in a shard group{more}")
     return figure
+
+
+def _batches(recording: Recording) -> str:
+    """The batches that were recorded, in words."""
+    first, last = recording.steps[0].name, recording.steps[-1].name
+    return first if first == last else f"{first} to {last.rpartition(' ')[2]}"
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -37,23 +38,38 @@ class Pictures(StepRecorder):
 
     Args:
         directory: where the files go; made if needed.
-        first_step: the batch that is drawn, counted from the start of this run. The order of units
-            is known from the second on.
+        first_step: the optimizer step that is drawn, all its micro-batches, counted from the start
+            of this run. The order of units is known from the second on.
     """
 
     def __init__(self, directory: str, first_step: int = 2) -> None:
-        super().__init__(first_step, num_steps=1)
+        super().__init__(first_step)
         self.directory = Path(directory)
+        self._num_steps = 0
+
+    @override
+    def begins(self, trainer: L.Trainer) -> bool:
+        return self._num_steps == self.first_step
+
+    @override
+    def ends(self, trainer: L.Trainer) -> bool:
+        return self._num_steps > self.first_step
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._num_steps += not trainer.fit_loop._should_accumulate()
+        super().on_train_batch_end(trainer, *args)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         root = root_of(trainer)
-        if root is None or not trainer.is_global_zero:
+        if root is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         figures = {"ownership": ownership_figure(root)}
         if self.recording is not None and self.recording.steps:
-            planned = plan(trainer, root)
+            is_planned = pl_module.automatic_optimization
+            planned = plan(trainer, root, len(self.recording.steps)) if is_planned else {}
             figures["units"] = units_figure(self.recording, trainer.world_size)
             figures["memory"] = memory_figure(self.recording, planned)
             figures["bytes"] = bytes_figure(self.recording, planned)

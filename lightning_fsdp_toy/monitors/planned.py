@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.monitors.recording import root_of
 from lightning_fsdp_toy.planner import ShardingSizes, read_sizes
 from lightning_fsdp_toy.sharding import RootState
 
@@ -51,34 +53,46 @@ class PlanMonitor(Monitor):
         if not tolerance >= 0:
             raise ValueError(f"`tolerance`: expected a number of at least 0, got {tolerance!r}")
         self.tolerance = tolerance
-        self._planned: dict[str, int] = {}
+        self._planned: dict[str, float] = {}
         self._warned: set[str] = set()
-        self._is_first = True  # the first step gathers one unit more: see `sent_bytes`
+        self._num_batches = 0  # since the last measurement
+        self._trained: tuple[bool, ...] = ()  # which flat parameters were when it was last planned
+        self._is_even = False  # all steps since the last log had the same work to do
 
     @override
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        root = getattr(trainer.strategy, "root", None)
-        if stage != "train" or not isinstance(root, RootState):
+        self._num_batches = 0
+        root = root_of(trainer)
+        if stage != "train" or root is None or not pl_module.automatic_optimization:
             return
-        if not self._planned and pl_module.automatic_optimization:
+        if not self._planned:
             self._planned = plan(trainer, root)
             for each in trainer.loggers:
                 if isinstance(each, TensorBoardLogger) and trainer.is_global_zero:
                     each.experiment.add_custom_scalars(_layout())
 
     @override
+    def note_batch(self, batch: Any) -> None:
+        self._num_batches += 1
+
+    @override
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
-        if stage != "train":
+        root = root_of(trainer)
+        if stage != "train" or root is None or not self._planned:
             return {}
+        trained = tuple(flat.is_trainable for flat in root.flats)
+        # Not the first: its first step gathers one unit more, see `sent_bytes`.
+        self._is_even, self._trained = trained == self._trained, trained
+        self._planned = plan(trainer, root, self._num_batches, max(1, self.num_steps))
+        self._num_batches = 0
         return {f"{name}_mib": value / MIB for name, value in self._planned.items()}
 
     @override
     def note_logged(self, values: Mapping[str, float]) -> None:
-        if "plan/shards_mib" not in values:
+        if "plan/shards_mib" not in values or not self._is_even:
             return
-        is_first, self._is_first = self._is_first, False
         for group, names in _CHARTS.items():
-            for name in names if not is_first else ():
+            for name in names:
                 self._compare(name, values.get(f"{group}/{name}_mib"))
 
     def _compare(self, name: str, measured_mib: float | None) -> None:
@@ -89,27 +103,38 @@ class PlanMonitor(Monitor):
         if abs(measured - planned) > self.tolerance * planned + 0.5:
             self._warned.add(name)
             rank_zero_warn(
-                f"{name}: planned {planned:,} bytes, measured {measured:,.0f}: the formulas of "
+                f"{name}: planned {planned:,.0f} bytes, measured {measured:,.0f}: the formulas of "
                 f"`planner/formulas.py` do not hold for this model (units that run twice, in "
                 f"another order or not at all?)"
             )
 
 
-def plan(trainer: L.Trainer, root: RootState) -> dict[str, int]:
+def plan(
+    trainer: L.Trainer, root: RootState, micro_batches: int | None = None, steps: int = 1
+) -> dict[str, float]:
     """Return what the formulas say of a run's memory and of the bytes of an optimizer step.
 
     `peak` is the largest sum of all kinds but activations.
+
+    Args:
+        trainer: of the run.
+        root: of its model.
+        micro_batches: of a rank in `steps` (the last of an epoch may have fewer); None: what the
+            Trainer accumulates in one.
+        steps: optimizer steps; bytes are the mean over them.
     """
     sizes = read_sizes(root)
-    micro_batches = trainer.accumulate_grad_batches
+    if micro_batches is None:
+        micro_batches = trainer.accumulate_grad_batches * steps
     is_last_only = getattr(trainer.strategy, "gradient_sync", "") == "last_micro_batch"
-    planned = {
+    sent = sizes.sent_bytes(micro_batches, steps if is_last_only else micro_batches)
+    planned: dict[str, float] = {
         "shards": sizes.shards_bytes,
         "unsharded": sizes.unsharded_peak_bytes,
         "gradients": sizes.gradients_bytes,
-        **sizes.sent_bytes(micro_batches, 1 if is_last_only else micro_batches),
+        **{name: num_bytes / steps for name, num_bytes in sent.items()},
     }
-    if not (is_last_only and micro_batches > 1):  # else every unit keeps a reduce buffer
+    if not (is_last_only and micro_batches > steps):  # else every unit keeps a reduce buffer
         planned["reduce"] = sizes.reduce_peak_bytes
     optimizer = _optimizer_bytes(trainer, sizes)
     if optimizer is not None:

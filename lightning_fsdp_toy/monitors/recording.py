@@ -41,7 +41,7 @@ class Recording:
         units: names of all units, the root first.
         events: of units.
         samples: of the memory held.
-        collectives: those that ended in between.
+        collectives: those that ran in between.
     """
 
     rank: int
@@ -82,16 +82,25 @@ class StepRecorder(Callback):
         self._num_batches = 0
         self._start_s = self._optimizer_s = 0.0
 
+    def begins(self, trainer: L.Trainer) -> bool:
+        """Whether the batch that starts is the first one to record."""
+        return self._num_batches == self.first_step
+
+    def ends(self, trainer: L.Trainer) -> bool:
+        """Whether the batch that ends is the last one to record."""
+        return self._num_batches == self.first_step + self.num_steps - 1
+
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         root = root_of(trainer)
-        if root is not None and self._num_batches == self.first_step and self._observer is None:
+        if root is not None and self.begins(trainer) and self._observer is None:
             names = [unit.fqn for unit in root.units]
             self.recording = Recording(trainer.global_rank, names)
             self._observer = Observer(root.memory)
             root.observers.append(self._observer)
+            root.ledger.listeners.append(self.recording.collectives.append)
         self._start_s, self._optimizer_s = time.perf_counter(), 0.0
 
     @override
@@ -116,7 +125,7 @@ class StepRecorder(Callback):
             self.recording.steps.append(Span(name, self._start_s, now))
             if self._optimizer_s:
                 self.recording.optimizer.append(Span("optimizer", self._optimizer_s, now))
-            if self._num_batches == self.first_step + self.num_steps - 1:
+            if self.ends(trainer):
                 self._stop(trainer)
         self._num_batches += 1
 
@@ -138,11 +147,19 @@ class StepRecorder(Callback):
         observer.close()
         root.observers.remove(observer)
         recording = self.recording
-        recording.events, recording.samples = observer.events, observer.samples
-        if recording.steps:
-            root.ledger.flush()
-            start_s = recording.steps[0].start_s
-            recording.collectives = [r for r in root.ledger.records if r.start_s >= start_s]
+        root.ledger.flush()
+        root.ledger.listeners.remove(recording.collectives.append)
+        if not recording.steps:
+            return
+        # Training may have ended before the last step that was wanted: what came then is no step.
+        start_s, end_s = recording.steps[0].start_s, recording.steps[-1].end_s
+        recording.events = [each for each in observer.events if each.time_s <= end_s]
+        recording.samples = [each for each in observer.samples if each.time_s <= end_s]
+        recording.collectives = [
+            each
+            for each in recording.collectives
+            if start_s <= each.start_s and each.end_s <= end_s
+        ]
 
 
 def root_of(trainer: L.Trainer) -> RootState | None:

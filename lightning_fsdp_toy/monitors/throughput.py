@@ -7,13 +7,16 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_fsdp_toy.models import count_parameters
 from lightning_fsdp_toy.monitors.monitor import Monitor, Values
+from lightning_fsdp_toy.monitors.recording import root_of
 
 __all__ = ["ThroughputMonitor"]
 
@@ -54,7 +57,7 @@ class ThroughputMonitor(Monitor):
             dtype = _compute_dtype(str(trainer.precision))
             self.peak_flops = get_available_flops(pl_module.device, dtype)
         if self.peak_flops is not None and not self._num_parameters:
-            self._num_parameters = count_parameters(pl_module).trainable
+            self._num_parameters = _count_trained(trainer, pl_module)
         self._restart(pl_module.device)
 
     def _restart(self, device: torch.device) -> None:
@@ -88,6 +91,20 @@ class ThroughputMonitor(Monitor):
             flops = 6 * self._num_parameters * tokens / seconds
             values["mfu"] = flops / self.peak_flops
         return values
+
+
+def _count_trained(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
+    """Count the elements of the whole model's trained parameters; called on all ranks."""
+    root = root_of(trainer)
+    if root is not None:
+        originals = [original for flat in root.flats for original in flat.originals]
+        return sum(each.slot.numel for each in originals if each.sharded.requires_grad)
+    counted = count_parameters(pl_module).trainable
+    if isinstance(trainer.strategy, FSDPStrategy):  # each rank sees its pieces
+        total = torch.tensor(counted, dtype=torch.int64, device=trainer.strategy.root_device)
+        dist.all_reduce(total)
+        counted = int(total)
+    return counted
 
 
 def _compute_dtype(precision: str) -> torch.dtype:

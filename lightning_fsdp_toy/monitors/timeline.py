@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_fsdp_toy.monitors.recording import Recording, Span, StepRecorder
+from lightning_fsdp_toy.monitors.recording import Recording, Span, StepRecorder, root_of
 from lightning_fsdp_toy.sharding.memory import KINDS
 
 __all__ = ["Timeline", "chrome_trace", "compute_spans", "unit_spans"]
@@ -50,9 +51,23 @@ class Timeline(StepRecorder):
         self.path = Path(path)
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if root_of(trainer) is None:
+            rank_zero_warn(
+                f"`Timeline`: {self.path} will not be written: only `toy_fsdp` tells what units do,"
+                f" and this is {type(trainer.strategy).__name__}"
+            )
+
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
+        if root_of(trainer) is None:
+            return
         if self.recording is None:
+            rank_zero_warn(
+                f"`Timeline`: {self.path} was not written: training ended after "
+                f"{self._num_batches} batches, before `first_step={self.first_step}` (from 0)"
+            )
             return
         transport = trainer.strategy.root.mesh.world  # type: ignore[attr-defined]
         recordings = transport.collect_objects(self.recording, "<timeline>")

@@ -42,6 +42,7 @@ class EditWindow:
         self.is_open = False
         self.is_opening = False
         self._awaits_calls = False
+        self._has_saved = False
 
     def open_scope(self) -> None:
         """Begin the block: the root unit's pre-forward, without prefetch."""
@@ -51,7 +52,13 @@ class EditWindow:
         finally:
             self.is_opening = False
         self._awaits_calls = True
-        self.is_open = torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.reopen()
+
+    def reopen(self) -> None:
+        """The root unit is shown whole, and no module has been called."""
+        self.is_open = True
+        self._has_saved = False
 
     def begin_calls(self) -> None:
         """A module of the model is called: from here on weights are read, and gathered ahead."""
@@ -75,6 +82,16 @@ class EditWindow:
             self.is_open = stays_open
             for flat in unit.flats if unit.is_unsharded else ():
                 _keep_edits(flat)
+
+    def keep_before_saving(self, original: OriginalParameter) -> None:
+        """Autograd saves a root weight that may have been edited: keep it first.
+
+        Keeping makes what was saved before it out of date. Edits through ``.data`` are looked for
+        at the first one saved.
+        """
+        if self.is_open and (not self._has_saved or original.is_edited):
+            self._has_saved = True
+            self.keep(stays_open=True)
 
     def close(self) -> None:
         """Forget a block that an error ended."""

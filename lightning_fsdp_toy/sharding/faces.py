@@ -173,12 +173,17 @@ class OriginalParameter:
 
     def refuse_edits(self) -> None:
         """Raise if the unsharded face was edited where the edit would be lost."""
-        if not self.is_whole and self.unsharded._version != self._version:
+        if not self.is_whole and self.is_edited:
             self.remember_version()
             raise RuntimeError(
                 f"Parameter `{self.slot.fqn}` was changed in place inside forward, where this "
                 f"rank's copy alone changes. Do it between steps inside `unsharded(module)`."
             )
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the unsharded face was changed in place since edits were last accepted."""
+        return self.unsharded._version != self._version
 
     def remember_version(self) -> None:
         """Accept in-place edits of the unsharded face up to now."""

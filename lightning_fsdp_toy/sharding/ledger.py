@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -145,9 +145,13 @@ class Ledger:
     ``broadcast`` (initial state and buffers) and ``control`` (agreements of a few bytes). The last
     ``max_records`` collectives are also kept in the order in which they ended, in ``records``.
     Bytes are counted when a collective has ended.
+
+    Attributes:
+        listeners: called with every record, once its times are known.
     """
 
     def __init__(self, max_records: int = 4096) -> None:
+        self.listeners: list[Callable[[CollectiveRecord], None]] = []
         self._records: deque[CollectiveRecord] = deque(maxlen=max_records)
         self._totals: dict[tuple[str, str], CollectiveTotal] = {}
         self._unresolved: deque[_OpenOnDevice] = deque()
@@ -186,6 +190,8 @@ class Ledger:
     def note(self, record: CollectiveRecord) -> None:
         """Note the times of a collective that has been counted."""
         self._records.append(record)
+        for listener in self.listeners:
+            listener(record)
         total = self._totals.get(record[:2])
         if total is not None:  # else there was a reset since
             total.in_flight_s += record.end_s - record.start_s

@@ -239,7 +239,7 @@ class RootState:
                 unit.reshard()
         if not is_backward:
             self.root_unit.unshard()
-            self.edits.is_open = True
+            self.edits.reopen()
 
     def sync_buffers(self, may_have_changed: bool = False) -> None:
         """Make buffers equal to rank 0's, if a training forward may have let them drift apart.

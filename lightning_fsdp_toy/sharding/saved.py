@@ -122,6 +122,7 @@ class SavedTensors:
             return self._pack_other(outer, tensor)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
+        self.root.edits.keep_before_saving(original)
         return _Handle(
             unit,
             flat,

@@ -57,6 +57,8 @@ class VerifyOptions:
                 "the middle)"
             )
         rows = _names("rows", given["rows"], ROWS)
+        if {"d", "f"} & set(rows):  # what they compare with has to be run, and to be right
+            rows = _names("rows", [*rows, "c"], ROWS)
         named = given["optimizers"]
         optimizers = (CONFIGURED,) if named is None else _names("optimizers", named, OPTIMIZERS)
         if plant is not None and plant not in FAULTS:
