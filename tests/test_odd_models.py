@@ -13,8 +13,10 @@ from lightning_fsdp_toy.checkpoint_paths import META_FILE, partial_path, put_in_
 from lightning_fsdp_toy.sharding import fully_shard, get_root
 from lightning_fsdp_toy.sharding.sharded_checkpoint import (
     load_sharded_model,
+    load_sharded_optimizer,
     save_sharded,
     sharded_model_state,
+    sharded_optimizer_state,
 )
 from lightning_fsdp_toy.sharding.state_dict import load_model_state
 from tests.core_helpers import Block, Stack, assert_equal, full_parameters
@@ -89,17 +91,28 @@ class Empty(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 4))
         self.linear = nn.Linear(4, 4)
 
+    def forward(self, x):
+        return self.linear(x).sum() + self.nothing.sum()
+
 
 def _save_and_load(directory):
     model = Empty()
     fully_shard(model)
+    root, path = get_root(model), Path(directory)
+    optimizer, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
     expected = full_parameters(model)
-    save_sharded(get_root(model), Path(directory), {"model": sharded_model_state(get_root(model))})
+    state = sharded_optimizer_state(root, optimizer)
+    [small] = save_sharded(root, path, {"model": sharded_model_state(root)}, [state])
     for param in model.parameters():
         with torch.no_grad():
             param.zero_()
-    load_sharded_model(get_root(model), Path(directory))
+    load_sharded_model(root, path)
     assert_equal(full_parameters(model), expected)
+    load_sharded_optimizer(root, other, path, 0, small)
+    for param, entry in optimizer.state.items():
+        assert_equal(other.state[param], entry)
 
 
 def test_a_parameter_without_elements_is_in_sharded_checkpoints(tmp_path):

@@ -58,7 +58,7 @@ class Phases(Observer):
             self.phase = ("reduce", 0)
 
 
-def _step(options, precision, batch_size):
+def _step(options, precision, batch_size, micro_batches=1):
     """A rank's third step: bytes at rest, the largest sum, activations by phase, the sizes."""
     torch.manual_seed(0)
     model = Loss()
@@ -69,9 +69,11 @@ def _step(options, precision, batch_size):
     tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1))
 
     def step():
-        loss = model(tokens)
-        loss.backward()
-        del loss
+        for _ in range(micro_batches):
+            phases.phase = ("forward", 0)
+            loss = model(tokens)
+            loss.backward()
+            del loss
         phases.phase = ("step", 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +102,6 @@ def _step(options, precision, batch_size):
     state = [v for e in optimizer.state.values() for v in e.values() if isinstance(v, torch.Tensor)]
     known = [tokens, *(flat.shard for flat in root.flats), *state]
     root.observers.append(phases)
-    phases.phase = ("forward", 0)
     live = LiveTensors(known, look)
     at_rest = live.bytes - tokens.untyped_storage().nbytes()
     with live:
@@ -129,3 +130,13 @@ def test_peak_is_that_of_the_closed_form(options, precision):
             assert at_rest == sizes.shards_bytes + optimizer
             planned = sizes.peak_bytes(optimizer, activations)
             assert peak == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_peak_with_accumulation_is_that_of_the_closed_form(precision):
+    [(_, _, activations, _, _)] = run_ranks(_step, 1, {}, precision, 2, 2, timeout=60)
+    for _, peak, _, sizes, optimizer in run_ranks(_step, 2, {}, precision, 2, 2, timeout=60):
+        planned = sizes.peak_bytes(optimizer, activations, accumulates=True)
+        assert peak == pytest.approx(planned, rel=0.02)
+        # Gradients of the first micro-batch live through the second.
+        assert planned > sizes.peak_bytes(optimizer, activations)

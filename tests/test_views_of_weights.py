@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp_toy.sharding import fully_shard
+from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root, unsharded
 from tests.core_helpers import full_gradients
 from tests.ranks import run_ranks
 
@@ -88,3 +89,32 @@ def _views_of_weights():
 
 def test_units_may_return_views_of_their_weights():
     run_ranks(_views_of_weights, 2)
+
+
+def _numpy_shares_memory(options):
+    torch.manual_seed(0)
+    model = _WithPositions()
+    reference = copy.deepcopy(model)
+    fully_shard(model, **options)
+    root = get_root(model)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, reference)]
+    x, kept = torch.randn(2, 4, 5), []
+    for _ in range(2):
+        with unsharded(model):
+            arrays = {name: param.detach().numpy() for name, param in model.named_parameters()}
+        kept += [(array, array.copy()) for array in arrays.values()]
+        for name, param in reference.named_parameters():
+            torch.testing.assert_close(torch.from_numpy(arrays[name]), param.detach())
+        assert root.memory.held["unsharded"] == 0
+        for flat in root.flats:
+            assert flat.master.tensor.untyped_storage().nbytes() == 0
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            each(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all((array == before).all() for array, before in kept)  # training does not reach them
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_numpy_may_share_the_memory_of_whole_weights(dtype):
+    run_ranks(_numpy_shares_memory, 2, {"mixed_precision": MixedPrecisionPolicy(param_dtype=dtype)})

@@ -318,3 +318,40 @@ def _debug_with_nan():
 
 def test_debug_mode_does_not_take_nan_for_an_edit():
     assert all(run_ranks(_debug_with_nan, 2))
+
+
+class SavesInside(Prototypes):
+    """Saves in the middle of its second training step, after an edit."""
+
+    def training_step(self, batch, index):
+        if index == 1:
+            edit_(self.prototypes.weight, lambda p: p.clamp_(-0.125, 0.125), self.through_data)
+            self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved")
+            with self.trainer.strategy.unsharded(self):
+                self.expected = {name: p.detach().clone() for name, p in self.named_parameters()}
+        return F.mse_loss(self.prototypes(self.net(batch[0])), batch[1])
+
+    def validation_step(self, *_):
+        self.found = full_parameters(self)
+
+
+def _save_inside(through_data, directory, form):
+    torch.manual_seed(0)
+    options = {"precision": "bf16-mixed", "use_distributed_sampler": False}
+    data = global_batches(3)
+    saver, reader = SavesInside(through_data), SavesInside(through_data)
+    make_trainer(ToyFSDPStrategy(state_dict_type=form), directory, **options).fit(saver, data)
+    trainer = make_trainer(ToyFSDPStrategy(), directory, **options)
+    trainer.validate(reader, data, ckpt_path=f"{directory}/saved", verbose=False)
+    return saver.expected, reader.found
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_a_checkpoint_saved_inside_training_step_has_the_edit_in_full_precision(
+    tmp_path, through_data, form
+):
+    for expected, found in run_ranks(_save_inside, 2, through_data, str(tmp_path), form):
+        assert expected["prototypes.weight"].abs().max() == 0.125
+        assert not torch.equal(found["net.inp.weight"], found["net.inp.weight"].bfloat16().float())
+        assert_equal(found, expected)

@@ -42,6 +42,8 @@ class CommunicationMonitor(Monitor):
         self.by_unit = by_unit
         self._before: dict[tuple[str, str], CollectiveTotal] = {}
         self._clock = 0.0
+        # Totals and time at the end of the last batch, until the next one begins.
+        self._between: tuple[dict[tuple[str, str], CollectiveTotal], float] | None = None
 
     @override
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -49,6 +51,28 @@ class CommunicationMonitor(Monitor):
         if ledger is not None:
             self._before = ledger.totals()
         self._clock = time.perf_counter()
+        self._between = None
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Leave out what happened since the last batch: a checkpoint gathers all weights."""
+        ledger = _ledger_of(trainer)
+        if ledger is None or self._between is None:
+            return
+        (totals, clock), self._between = self._between, None
+        nothing = CollectiveTotal()
+        for key, total in ledger.totals().items():
+            since = total - totals.get(key, nothing)
+            if since.calls:
+                self._before[key] = self._before.get(key, nothing) + since
+        self._clock += time.perf_counter() - clock
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        ledger = _ledger_of(trainer)
+        if ledger is not None:
+            self._between = ledger.totals(), time.perf_counter()
 
     @override
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:

@@ -56,6 +56,7 @@ class MemoryMonitor(Monitor):
             memory.counts_activations = True
             if self._window is None:
                 self._window = memory.open_window()
+            self._optimizer = [], 0
             self._count_optimizer(trainer, pl_module)
         self._restart(pl_module.device)
 

@@ -48,6 +48,11 @@ class Pictures(StepRecorder):
         self._num_steps = 0
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._num_steps = 0
+
+    @override
     def begins(self, trainer: L.Trainer) -> bool:
         return self._num_steps == self.first_step
 

@@ -55,6 +55,7 @@ class PlanMonitor(Monitor):
         self.tolerance = tolerance
         self._planned: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._planned_root: RootState | None = None
         self._num_batches = 0  # since the last measurement
         self._trained: tuple[bool, ...] = ()  # which flat parameters were when it was last planned
         self._is_even = False  # all steps since the last log had the same work to do
@@ -65,7 +66,9 @@ class PlanMonitor(Monitor):
         root = root_of(trainer)
         if stage != "train" or root is None or not pl_module.automatic_optimization:
             return
-        if not self._planned:
+        if self._planned_root is not root:  # another model: another `fit`
+            self._planned_root, self._trained = root, ()
+            self._warned.clear()
             self._planned = plan(trainer, root)
             for each in trainer.loggers:
                 if isinstance(each, TensorBoardLogger) and trainer.is_global_zero:
@@ -78,7 +81,7 @@ class PlanMonitor(Monitor):
     @override
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
         root = root_of(trainer)
-        if stage != "train" or root is None or not self._planned:
+        if stage != "train" or root is None or self._planned_root is not root:
             return {}
         trained = tuple(flat.is_trainable for flat in root.flats)
         # Not the first: its first step gathers one unit more, see `sent_bytes`.
@@ -134,12 +137,17 @@ def plan(
         "gradients": sizes.gradients_bytes,
         **{name: num_bytes / steps for name, num_bytes in sent.items()},
     }
-    if not (is_last_only and micro_batches > steps):  # else every unit keeps a reduce buffer
+    accumulates = micro_batches > steps
+    keeps_buffers = is_last_only and accumulates  # every unit its reduce buffer: no formula
+    if not keeps_buffers:
         planned["reduce"] = sizes.reduce_peak_bytes
     optimizer = _optimizer_bytes(trainer, sizes)
     if optimizer is not None:
         planned["optimizer"] = optimizer
-        planned["peak"] = sizes.peak_bytes(optimizer, keeps_gradients=True)
+        if not keeps_buffers:
+            planned["peak"] = sizes.peak_bytes(
+                optimizer, keeps_gradients=True, accumulates=accumulates
+            )
     return planned
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp_toy.sharding import RootState
@@ -81,6 +82,7 @@ class StepRecorder(Callback):
         self._observer: Observer | None = None
         self._num_batches = 0
         self._start_s = self._optimizer_s = 0.0
+        self._hooks: list[RemovableHandle] = []  # on optimizers
 
     def begins(self, trainer: L.Trainer) -> bool:
         """Whether the batch that starts is the first one to record."""
@@ -89,6 +91,10 @@ class StepRecorder(Callback):
     def ends(self, trainer: L.Trainer) -> bool:
         """Whether the batch that ends is the last one to record."""
         return self._num_batches == self.first_step + self.num_steps - 1
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_batches, self.recording = 0, None
 
     @override
     def on_train_batch_start(
@@ -101,14 +107,20 @@ class StepRecorder(Callback):
             self._observer = Observer(root.memory)
             root.observers.append(self._observer)
             root.ledger.listeners.append(self.recording.collectives.append)
-        self._start_s, self._optimizer_s = time.perf_counter(), 0.0
+            for optimizer in trainer.optimizers:
+                self._hooks.append(optimizer.register_step_post_hook(self._note_step))
+        self._start_s = time.perf_counter()
 
     @override
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if not self._optimizer_s:
-            self._optimizer_s = time.perf_counter()
+        self._optimizer_s = time.perf_counter()
+
+    def _note_step(self, *_: Any) -> None:
+        if self.recording is not None:
+            span = Span("optimizer", self._optimizer_s, time.perf_counter())
+            self.recording.optimizer.append(span)
 
     @override
     def on_train_batch_end(
@@ -123,8 +135,6 @@ class StepRecorder(Callback):
         if self._observer is not None and self.recording is not None:
             name = f"batch {self._num_batches}"
             self.recording.steps.append(Span(name, self._start_s, now))
-            if self._optimizer_s:
-                self.recording.optimizer.append(Span("optimizer", self._optimizer_s, now))
             if self.ends(trainer):
                 self._stop(trainer)
         self._num_batches += 1
@@ -144,6 +154,9 @@ class StepRecorder(Callback):
         self._observer = None
         if root is None or observer is None or self.recording is None:
             return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         observer.close()
         root.observers.remove(observer)
         recording = self.recording

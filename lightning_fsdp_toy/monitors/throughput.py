@@ -56,7 +56,7 @@ class ThroughputMonitor(Monitor):
         if stage == "train" and self.peak_flops is None and pl_module.device.type == "cuda":
             dtype = _compute_dtype(str(trainer.precision))
             self.peak_flops = get_available_flops(pl_module.device, dtype)
-        if self.peak_flops is not None and not self._num_parameters:
+        if stage == "train" and self.peak_flops is not None:
             self._num_parameters = _count_trained(trainer, pl_module)
         self._restart(pl_module.device)
 
@@ -79,17 +79,15 @@ class ThroughputMonitor(Monitor):
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:
         samples, tokens, before = self._samples, self._tokens, self._clock
         self._restart(pl_module.device)
-        seconds = self._clock - before
-        if seconds <= 0:
-            return {"step_s": None, "samples_per_s": None, "tokens_per_s": None}
+        seconds = max(self._clock - before, 1e-9)
         values: Values = {
             "step_s": seconds / max(1, self.num_steps),
             "samples_per_s": samples / seconds,
             "tokens_per_s": tokens / seconds if tokens else None,
         }
-        if stage == "train" and self.peak_flops is not None and tokens:
+        if stage == "train" and self.peak_flops is not None:  # on every rank, whatever its batches
             flops = 6 * self._num_parameters * tokens / seconds
-            values["mfu"] = flops / self.peak_flops
+            values["mfu"] = flops / self.peak_flops if tokens else None
         return values
 
 

@@ -52,7 +52,10 @@ class Timeline(StepRecorder):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if root_of(trainer) is None:
+        super().on_train_start(trainer, pl_module)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(f"`Timeline`: {self.path} will not be written: this is a fast_dev_run")
+        elif root_of(trainer) is None:
             rank_zero_warn(
                 f"`Timeline`: {self.path} will not be written: only `toy_fsdp` tells what units do,"
                 f" and this is {type(trainer.strategy).__name__}"
@@ -61,7 +64,7 @@ class Timeline(StepRecorder):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if root_of(trainer) is None:
+        if root_of(trainer) is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self.recording is None:
             rank_zero_warn(
@@ -191,7 +194,18 @@ def unit_spans(recording: Recording, unit: str) -> list[Span]:
         if record.operation in ("reduce_scatter", "all_reduce")
         and record.unit.split(" (")[0] == unit
     ]
-    return [*spans, *computing, *reducing]
+    # A `training_step` with several backwards shards and unshards the root unit inside one forward.
+    unsharded = [span for span in spans if span.name == "unsharded"]
+    return [*spans, *_inside(computing, unsharded), *_inside(reducing, spans)]
+
+
+def _inside(spans: Iterable[Span], states: Iterable[Span]) -> Iterator[Span]:
+    """Cut spans into the parts that lie in one of the states each."""
+    for span in spans:
+        for state in states:
+            start_s, end_s = max(span.start_s, state.start_s), min(span.end_s, state.end_s)
+            if start_s < end_s:
+                yield Span(span.name, start_s, end_s)
 
 
 def _on_lanes(recording: Recording) -> Iterator[tuple[int, Any]]:

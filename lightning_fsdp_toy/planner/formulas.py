@@ -180,6 +180,7 @@ class ShardingSizes:
         optimizer_bytes: int = 0,
         activations: Mapping[tuple[str, int], int] | None = None,
         keeps_gradients: bool = False,
+        accumulates: bool = False,
     ) -> int:
         """Return the largest sum of all tensors in an optimizer step.
 
@@ -190,22 +191,25 @@ class ShardingSizes:
             activations: largest bytes of activations in each phase, by its pass and place; those
                 of the phase ``("step", 0)`` are what the optimizer step takes.
             keeps_gradients: see ``phases``.
+            accumulates: see ``phases``.
         """
         more = activations or {}
         rest = self.shards_bytes + optimizer_bytes
         return max(
             rest + phase.held + more.get((phase.direction, phase.place), 0)
-            for phase in self.phases(keeps_gradients)
+            for phase in self.phases(keeps_gradients, accumulates)
         )
 
-    def phases(self, keeps_gradients: bool = False) -> list[Phase]:
+    def phases(self, keeps_gradients: bool = False, accumulates: bool = False) -> list[Phase]:
         """Return what lives beside shards and optimizer state, phase by phase.
 
         Args:
             keeps_gradients: those of the last step live until backward begins, as under the
                 Trainer, which clears them between forward and backward.
+            accumulates: of a micro-batch that is not the first of its step, where the gradients of
+                those before it live from beginning to end (reduced after every micro-batch).
         """
-        old = self.gradients_bytes if keeps_gradients else 0
+        old = self.gradients_bytes if keeps_gradients or accumulates else 0
         root, sizes = self._unsharded(0), [self._unsharded(unit) for unit in self._units]
         last, k = len(sizes), self.num_prefetch
         forward = [Phase("forward", 0, root + sum(sizes[:k]), 0, old)]
@@ -214,23 +218,25 @@ class ShardingSizes:
             forward.append(Phase("forward", at + 1, root + sum(sizes[low : at + 1 + k]), 0, old))
         kept = sum(sizes[-1:]) if self._reshards else sum(sizes)
         forward.append(Phase("forward", last + 1, root + kept, 0, old))
-        return [*forward, *self._backward(), Phase("step", 0, 0, 0, self.gradients_bytes)]
+        backward = self._backward(accumulates)
+        return [*forward, *backward, Phase("step", 0, 0, 0, self.gradients_bytes)]
 
-    def _backward(self) -> Iterator[Phase]:
+    def _backward(self, accumulates: bool) -> Iterator[Phase]:
         """From the root's last operations through the units to its first."""
         root, sizes = self._unsharded(0), [self._unsharded(unit) for unit in self._units]
         last, k = len(sizes), self.num_prefetch
         ahead = sizes[max(0, last - 1 - k) :] if self._reshards else sizes
-        root_reduce, travelling, published = self._reduce(0), 0, 0
-        yield Phase("backward", last + 1, root + sum(ahead), 0, 0)
-        yield Phase("collect", last + 1, root + sum(ahead), root_reduce, 0)
+        root_reduce, travelling = self._reduce(0), 0
+        published = self.gradients_bytes if accumulates else 0
+        yield Phase("backward", last + 1, root + sum(ahead), 0, published)
+        yield Phase("collect", last + 1, root + sum(ahead), root_reduce, published)
         for at, unit in reversed(list(enumerate(self._units))):
             low = max(0, at - k) if self._reshards else 0
             unsharded = root + sum(sizes[low : at + 1])
             others, own = root_reduce + travelling, self._reduce(unit)
             yield Phase("backward", at + 1, unsharded, others, published)
             yield Phase("collect", at + 1, unsharded, others + own, published)
-            published += self._gradients(unit)
+            published += 0 if accumulates else self._gradients(unit)
             own += self._received(unit)
             if not k:  # without overlap it is over before the next unit computes
                 kept = unsharded - sizes[at]

@@ -20,7 +20,8 @@ class GatheredBuffer:
 
     One tensor for good, whose storage is given memory and loses it. Every view ever made of it is
     valid again after the next gather; in between it has no memory, and no operation may read it
-    (torch checks that in most operations, not in all).
+    (torch checks that in most operations, not in all). One whose memory a numpy array shares is
+    replaced when it should lose it.
 
     Args:
         tensor: 1D, padded_numel, with memory.
@@ -28,6 +29,9 @@ class GatheredBuffer:
         memory: where bytes are counted.
         name: for the ledger and messages.
         is_permanent: it is the shard itself, never gathered and never released.
+
+    Attributes:
+        is_replaced: ``tensor`` is another one than it was: views of it have to be made anew.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class GatheredBuffer:
         self.memory = memory
         self.name = name
         self.is_permanent = is_permanent
+        self.is_replaced = False
         self._has_memory = True
         self._work: Work | None = None
         if not is_permanent:
@@ -111,6 +116,10 @@ class GatheredBuffer:
         """Take its memory away."""
         self.wait()  # messages under way still write to it
         if self._has_memory and not self.is_permanent:
+            if not self.tensor.untyped_storage().resizable():
+                # A numpy array shares this memory; torch never takes it away from the storage then.
+                self.tensor = torch.empty_like(self.tensor)
+                self.is_replaced = True
             self.transport.release_(self.tensor)
             self.memory.add("unsharded", -num_bytes(self.tensor))
             self._has_memory = False

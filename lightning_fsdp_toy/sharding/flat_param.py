@@ -257,9 +257,10 @@ class FlatParameter:
         self._shows_master = False
         self.is_hidden = False
         for original in self.originals:
-            if self.is_mixed:
+            if self.is_mixed or self.compute.is_replaced:
                 original.unsharded.data = original.view_of(self.compute.tensor)
             original.show_unsharded()
+        self.compute.is_replaced = False
 
     @torch.no_grad()
     def refresh_compute(self) -> None:

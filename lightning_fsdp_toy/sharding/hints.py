@@ -45,7 +45,8 @@ def explain_sharded_use(root: RootState, error: Exception) -> None:
             text = (
                 f"`{type(module).__name__}.{method}` uses weights of unit `{unit.fqn}`, which "
                 f"are sharded outside forward. Call `strategy.register_forward_method(module, "
-                f"{method!r})` once, or use `with strategy.unsharded(module):`."
+                f"{method!r})` once if it reads them, or use `with strategy.unsharded(module):` "
+                f"(also to edit them)."
             )
         traceback = traceback.tb_next
     error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])

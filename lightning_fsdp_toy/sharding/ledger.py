@@ -55,6 +55,16 @@ class CollectiveTotal:
     in_flight_s: float = 0.0
     waited_s: float = 0.0
 
+    def __add__(self, other: CollectiveTotal) -> CollectiveTotal:
+        """Return both, added up."""
+        return CollectiveTotal(
+            self.calls + other.calls,
+            self.payload_bytes + other.payload_bytes,
+            self.sent_bytes + other.sent_bytes,
+            self.in_flight_s + other.in_flight_s,
+            self.waited_s + other.waited_s,
+        )
+
     def __sub__(self, other: CollectiveTotal) -> CollectiveTotal:
         """Return what came after ``other``, an earlier state of the same total."""
         return CollectiveTotal(

@@ -130,9 +130,14 @@ class ShardOfTensor(Tensor):
 def sharded_model_state(root: RootState) -> dict[str, Any]:
     """Return the model's state dict with a ``ShardOfTensor`` for every sharded parameter."""
     root.rest()
+    root.edits.keep(stays_open=True)
     root.sync_buffers()
     state = root.module.state_dict(keep_vars=True)
-    originals, dtypes = _originals(root), saved_buffer_dtypes(root)
+    dtypes = saved_buffer_dtypes(root)
+    # Inside a forward call modules show some of them unsharded, maybe in a low dtype.
+    originals = _originals(root) | {
+        id(original.unsharded): original for original in root.originals()
+    }
     for key, value in state.items():
         original = originals.get(id(value))
         if original is not None:
@@ -288,6 +293,7 @@ def load_sharded_optimizer(
     wrapped = {
         fqn: {key: ShardOfTensor(by_name[fqn], piece) for key, piece in entry.items()}
         for fqn, entry in pieces.items()
+        if by_name[fqn].slot.numel  # else nothing was written
     }
     _read(root, path, {f"optimizer_{index}": {"state": wrapped}})
     state: dict[int, dict[str, Any]] = {}

@@ -63,6 +63,7 @@ def full_model_state(
             None. Gives state-dict hooks and overrides their say.
     """
     root.rest()
+    root.edits.keep(stays_open=True)
     root.sync_buffers()
     is_first = root.mesh.world.rank == 0
     originals = root.originals() if is_first else iter(())

@@ -214,7 +214,8 @@ def _check_scalars(config: dict[str, Any]) -> None:
     if isinstance(trace, dict):
         check_arguments(trace, "trace", Timeline)
         with naming("trace"):
-            Timeline("", **trace)
+            options: dict[str, Any] = {"path": ""} | trace
+            Timeline(**options)
     before = config["task"].get("evaluate_before_fit", True)
     if not isinstance(before, bool):
         raise ValueError(f"`task.evaluate_before_fit={before}`: expected true or false")

@@ -55,8 +55,9 @@ def fit(job: Job, build: Build) -> float | None:
         *(each for each in build_all(build, config, "callbacks") if not isinstance(each, unwanted)),
     ]
     if config.get("trace"):
-        options = config["trace"] if isinstance(config["trace"], dict) else {}
-        callbacks.append(Timeline(str(Path(job.run_dir, "trace.json")), **options))
+        options: dict[str, Any] = {"path": str(Path(job.run_dir, "trace.json"))}
+        options |= config["trace"] if isinstance(config["trace"], dict) else {}
+        callbacks.append(Timeline(**options))
     trainer = L.Trainer(
         **config["trainer"],
         strategy=config["strategy"] if config["strategy"] == "auto" else build("strategy"),
