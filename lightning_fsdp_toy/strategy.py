@@ -289,6 +289,8 @@ class ToyFSDPStrategy(
         """End the run; the model stays sharded, so that the next run finds it as it is."""
         if self.lightning_module is not None and "_fsdp_root" in self.lightning_module.__dict__:
             self.root.settle()
+            for unit in self.root.units:
+                unit.drop_kept()
             take_back_fp32_vectors(self.lightning_module)
         self._end_compiled_run()
         self.end_watch()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.sharding import (
     fully_shard,
     get_root,
@@ -18,7 +19,15 @@ from lightning_fsdp_toy.sharding import (
 )
 from lightning_fsdp_toy.sharding.norm import grad_norm
 from lightning_fsdp_toy.sharding.optim import clip_grad_norm_
-from tests.core_helpers import Stack, full_gradients, make_batches, mse_loss
+from tests.core_helpers import (
+    Stack,
+    assert_equal,
+    full_gradients,
+    full_parameters,
+    make_batches,
+    mse_loss,
+)
+from tests.lit_helpers import LitStack, make_trainer, regression_data
 from tests.ranks import run_ranks
 
 
@@ -312,3 +321,37 @@ def _frozen_after_no_sync():
 
 def test_freezing_keeps_gradients_of_earlier_micro_batches():
     run_ranks(_frozen_after_no_sync, 2)
+
+
+class Stops(LitStack):
+    fails = False
+
+    def training_step(self, batch, index):
+        if self.fails and index == 1:
+            raise ArithmeticError("stop")
+        return super().training_step(batch, index)
+
+
+def _fit_again(directory, stops_first):
+    torch.manual_seed(0)
+    module = Stops()
+
+    def fit():
+        strategy = ToyFSDPStrategy(gradient_sync="last_micro_batch")
+        make_trainer(strategy, directory, accumulate_grad_batches=2).fit(module, regression_data())
+
+    if stops_first:
+        module.fails = True
+        with pytest.raises(ArithmeticError):
+            fit()
+        assert get_root(module).memory.held["reduce"] == 0
+        module.fails = False
+    fit()
+    return full_parameters(module)
+
+
+def test_gradients_of_a_window_that_never_ended_are_not_the_next_runs(tmp_path):
+    [(expected, _), (found, _)] = (
+        run_ranks(_fit_again, 2, str(tmp_path), stops_first) for stops_first in (False, True)
+    )
+    assert_equal(found, expected)

@@ -6,6 +6,7 @@ from collections import defaultdict
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -14,6 +15,7 @@ from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.monitors import (
     CommunicationMonitor,
     MemoryMonitor,
+    Pictures,
     PlanMonitor,
     ThroughputMonitor,
 )
@@ -300,3 +302,49 @@ def test_tokens_and_utilisation(tmp_path, strategy):
     # Of the whole model's trained parameters, not of this rank's pieces.
     mean_mfu = scalars["throughput/mfu/mean"][2]
     assert mean_mfu == pytest.approx(6 * 4000 * tokens / 2 / 1e6, rel=1e-3)
+
+
+def _checkpoints(directory):
+    trainer = make_trainer(
+        ToyFSDPStrategy(),
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=[*monitors(), ModelCheckpoint(directory, every_n_train_steps=2)],
+        enable_checkpointing=True,
+        max_steps=6,
+        log_every_n_steps=1,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*planned")
+        trainer.fit(LitStack(), regression_data(64))
+
+
+def test_what_a_checkpoint_gathers_is_not_the_next_steps(tmp_path):
+    run_ranks(_checkpoints, 2, str(tmp_path))
+    gathered = dict(read(tmp_path)["comm/all_gather_mib"])
+    assert len({gathered[step] for step in range(1, 6)}) == 1
+
+
+def _fit_twice(directory):
+    callbacks = [*monitors(), Pictures(f"{directory}/pictures", first_step=1)]
+    for number, net in enumerate((Stack(), Stack(num_blocks=2))):
+        trainer = make_trainer(
+            ToyFSDPStrategy(),
+            directory,
+            logger=TensorBoardLogger(directory, name="", version=str(number)),
+            callbacks=callbacks,
+            max_steps=4,
+            log_every_n_steps=1,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*planned")
+            trainer.fit(LitStack(net), regression_data())
+    assert len(callbacks[-1].recording.units) == 3  # of the second
+
+
+def test_monitors_of_a_second_run_know_its_model(tmp_path):
+    run_ranks(_fit_twice, 2, str(tmp_path))
+    for number in "01":
+        scalars = {tag: dict(points) for tag, points in read(tmp_path / number).items()}
+        for kind in ("shards", "optimizer"):
+            assert scalars[f"plan/{kind}_mib"] == scalars[f"memory/{kind}_mib"]

@@ -24,6 +24,9 @@ class Recorder(StagedTask):
 
     config_key = "recorder"
 
+    def check_options(self, config):
+        pass
+
     def check(self, job: Job, build: Build) -> None:
         if job.config["recorder"]["fail"] == "check":
             raise ValueError("`recorder.fail=check`: refused")

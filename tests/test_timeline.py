@@ -20,6 +20,7 @@ from lightning_fsdp_toy.sharding import Ledger
 from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
 from lightning_fsdp_toy.sharding.memory import KINDS
 from lightning_fsdp_toy.sharding.observer import UnitEvent
+from tests.core_helpers import Stack
 from tests.lit_helpers import LitStack, make_trainer, regression_data
 from tests.ranks import run_ranks
 
@@ -76,8 +77,39 @@ def test_every_rank_has_its_lanes_in_one_file(tmp_path):
         assert min(e["args"]["shards"] for e in counters) > 0
 
 
-def test_slices_of_a_lane_nest(tmp_path):
-    events = trace_of(tmp_path, ToyFSDPStrategy(), {"num_steps": 3})
+class Alternating(LitStack):
+    """Two networks, two backwards and two optimizers in one training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = Stack()
+
+    def training_step(self, batch, _):
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward((net(batch[0]) - batch[1]).pow(2).mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
+
+
+def _fit_alternating(directory):
+    timeline = Timeline(f"{directory}/trace.json", num_steps=3)
+    trainer = make_trainer(ToyFSDPStrategy(), directory, max_epochs=1, callbacks=[timeline])
+    trainer.fit(Alternating(), regression_data(64))
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_slices_of_a_lane_nest(tmp_path, is_manual):
+    if is_manual:
+        run_ranks(_fit_alternating, 2, str(tmp_path))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    else:
+        events = trace_of(tmp_path, ToyFSDPStrategy(), {"num_steps": 3})
+    steps = [e for e in lanes(events, 0)["compute"] if e["name"] == "optimizer"]
+    assert len(steps) == (6 if is_manual else 3)
     for rank in (0, 1):
         for name, slices in lanes(events, rank).items():
             open_until = []

@@ -19,7 +19,7 @@ from lightning_fsdp_toy.monitors.drawing import (
     units_figure,
 )
 from lightning_fsdp_toy.monitors.planned import plan
-from lightning_fsdp_toy.monitors.recording import StepRecorder, root_of
+from lightning_fsdp_toy.monitors.recording import StepRecorder, make_folder, root_of
 
 __all__ = ["Pictures"]
 
@@ -51,6 +51,8 @@ class Pictures(StepRecorder):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._num_steps = 0
+        if self._draws(trainer):
+            make_folder(self.directory, "directory")
 
     @override
     def begins(self, trainer: L.Trainer) -> bool:
@@ -69,7 +71,7 @@ class Pictures(StepRecorder):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         root = root_of(trainer)
-        if root is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if root is None or not self._draws(trainer):
             return
         figures = {"ownership": ownership_figure(root)}
         if self.recording is not None and self.recording.steps:
@@ -78,7 +80,6 @@ class Pictures(StepRecorder):
             figures["units"] = units_figure(self.recording, trainer.world_size)
             figures["memory"] = memory_figure(self.recording, planned)
             figures["bytes"] = bytes_figure(self.recording, planned)
-        self.directory.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
             image = _render(figure)
             figure.savefig(self.directory / f"{name}.png")
@@ -86,6 +87,10 @@ class Pictures(StepRecorder):
                 if isinstance(logger, TensorBoardLogger):
                     step = trainer.global_step
                     logger.experiment.add_image(f"pictures/{name}", image, step, dataformats="HWC")
+
+    def _draws(self, trainer: L.Trainer) -> bool:
+        is_dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        return trainer.is_global_zero and root_of(trainer) is not None and not is_dry
 
 
 def _render(figure: Figure) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning_fsdp_toy.sharding import RootState
 from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
 from lightning_fsdp_toy.sharding.observer import MemorySample, Observer, UnitEvent
 
-__all__ = ["Recording", "Span", "StepRecorder", "root_of"]
+__all__ = ["Recording", "Span", "StepRecorder", "make_folder", "root_of"]
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,23 @@ class StepRecorder(Callback):
             root.observers.append(self._observer)
             root.ledger.listeners.append(self.recording.collectives.append)
             for optimizer in trainer.optimizers:
+                self._hooks.append(optimizer.register_step_pre_hook(self._note_begin))
                 self._hooks.append(optimizer.register_step_post_hook(self._note_step))
         self._start_s = time.perf_counter()
 
-    @override
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _note_begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A step begins; under automatic optimization when its closure, the backward, is over."""
         self._optimizer_s = time.perf_counter()
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]  # the first is the optimizer
+        if closure is None:
+            return None
+
+        def timed() -> Any:
+            result = closure()
+            self._optimizer_s = time.perf_counter()
+            return result
+
+        return (*args[:1], timed), {key: kwargs[key] for key in kwargs if key != "closure"}
 
     def _note_step(self, *_: Any) -> None:
         if self.recording is not None:
@@ -173,6 +183,18 @@ class StepRecorder(Callback):
             for each in recording.collectives
             if start_s <= each.start_s and each.end_s <= end_s
         ]
+
+
+def make_folder(path: Path, key: str) -> None:
+    """Make a folder before the training whose results go there.
+
+    Raises:
+        ValueError: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`{key}`: cannot make the folder {path}: {error.strerror}") from error
 
 
 def root_of(trainer: L.Trainer) -> RootState | None:

@@ -25,7 +25,13 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_fsdp_toy.monitors.recording import Recording, Span, StepRecorder, root_of
+from lightning_fsdp_toy.monitors.recording import (
+    Recording,
+    Span,
+    StepRecorder,
+    make_folder,
+    root_of,
+)
 from lightning_fsdp_toy.sharding.memory import KINDS
 
 __all__ = ["Timeline", "chrome_trace", "compute_spans", "unit_spans"]
@@ -60,6 +66,8 @@ class Timeline(StepRecorder):
                 f"`Timeline`: {self.path} will not be written: only `toy_fsdp` tells what units do,"
                 f" and this is {type(trainer.strategy).__name__}"
             )
+        elif trainer.is_global_zero:
+            make_folder(self.path.parent, "path")
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -76,7 +84,6 @@ class Timeline(StepRecorder):
         recordings = transport.collect_objects(self.recording, "<timeline>")
         if recordings is not None and trainer.is_global_zero:
             partial = self.path.with_suffix(".partial")
-            partial.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(chrome_trace(recordings)), encoding="utf-8")
             partial.replace(self.path)
 

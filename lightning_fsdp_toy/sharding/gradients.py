@@ -206,6 +206,11 @@ class FlatGradient:
                     f"micro-batches, kept by no_sync, are lost with its own.",
                     stacklevel=2,
                 )
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget what has been collected and not been reduced."""
+        if self.buffer is not None:
             self.memory.add("reduce", -num_bytes(self.buffer))
             self._forget_buffer()
 

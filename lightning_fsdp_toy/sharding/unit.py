@@ -256,6 +256,12 @@ class Unit:
             if flat.is_trainable:
                 flat.gradient.keep()
 
+    def drop_kept(self) -> None:
+        """Drop gradients that ``keep_gradients`` left: the run ends, nobody will reduce them."""
+        self.is_behind = False
+        for flat in self.flats:
+            flat.gradient.drop()
+
     def start_reduce(self) -> list[tuple[FlatParameter, list[bool], Work]]:
         """Begin to reduce what was collected; on every rank.
 

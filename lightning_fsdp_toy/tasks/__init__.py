@@ -52,6 +52,14 @@ class StagedTask(ABC):
     config_key: str
 
     @abstractmethod
+    def check_options(self, config: dict[str, Any]) -> None:
+        """Refuse options of its own, before anything that follows from them is checked.
+
+        Raises:
+            ValueError: A line that names the key and the remedy.
+        """
+
+    @abstractmethod
     def check(self, job: Job, build: Build) -> None:
         """Refuse a job that cannot run; called before a rank starts.
 

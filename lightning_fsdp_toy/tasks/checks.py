@@ -120,9 +120,14 @@ def check_job(job: Job, build: Build) -> None:
     task = _task_of(config)
     own_key = task.config_key if task is not None else ""
     _check_groups(config, own_key)
+    if task is not None:
+        task.check_options(config)
     for key, node in config.items():
         if key not in ("task", own_key):
             check_targets(node, key)
+    for name, node in (config.get("callbacks") or {}).items():
+        if node is not None and node["_target_"].startswith("lightning_fsdp_toy.monitors."):
+            build(f"callbacks.{name}")  # which checks their numbers
     _check_scalars(config)
     if config["strategy"] == "auto" and config["world_size"] > 1:
         raise ValueError(

@@ -59,6 +59,17 @@ class Divergence:
             element, distance = start + index, float(size[index])
             self.first = Difference(step, self.rank, name, element, distance, where)
 
+    def joined(self, other: "Divergence") -> "Divergence":
+        """Return what is known of two runs that are each compared with the same third one."""
+        steps = sorted({**self.largest, **other.largest})
+        firsts = [each for each in (self.first, other.first) if each is not None]
+        return Divergence(
+            self.rank,
+            {n: max(self.largest.get(n, 0.0), other.largest.get(n, 0.0)) for n in steps},
+            {n: self.num_compared.get(n, 0) + other.num_compared.get(n, 0) for n in steps},
+            min(firsts, key=lambda each: each.step, default=None),
+        )
+
 
 def pieces_of(trainer: L.Trainer) -> Iterator[tuple[str, int, Tensor]]:
     """Yield name, first element and weights (1D) of what this rank holds of each parameter."""

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -68,7 +69,7 @@ class StageRuns:
     # -- one micro-batch a rank and step ---------------------------------------------------------
 
     def _plain_runs(self) -> Iterator[Outcome]:
-        if self.rows & {"a", "b", "c"}:
+        if self.rows & {"a", "b", "c"}:  # `c` is among them with `d` or `f`
             yield from self._base_run()
         if "b" in self.rows:
             for text, arguments in _FORMS_OF_SHARDING.items():
@@ -78,15 +79,18 @@ class StageRuns:
                     yield self._compared(_name_of(text), text, strategy, is_whole=is_whole)
         if "d" in self.rows:
             if self.num_ranks <= 2:
-                yield self._compared("d_ddp", "Lightning's stock DDP", DDPStrategy(), is_whole=True)
+                stock = "Lightning's stock DDP"
+                yield self._with_base(self._compared("d_ddp", stock, DDPStrategy(), is_whole=True))
             hook = "DDP, hook that adds in rank order"
-            yield self._compared("d_ddp_ordered", hook, OrderedDDPStrategy(), is_whole=True)
+            yield self._with_base(
+                self._compared("d_ddp_ordered", hook, OrderedDDPStrategy(), is_whole=True)
+            )
         if "f" in self.rows:
             depth = self.job.config["strategy"]["num_prefetch"]
             text = "not overlapped" if depth else "overlapped"
             strategy = self.build("strategy", num_prefetch=0 if depth else 1)
             text += f" (num_prefetch={strategy.num_prefetch})"
-            yield self._compared("f_overlap", text, strategy)
+            yield self._with_base(self._compared("f_overlap", text, strategy))
 
     def _base_run(self) -> Iterator[Outcome]:
         """The configured strategy beside a replica: rows a and c, and where most faults go."""
@@ -102,6 +106,7 @@ class StageRuns:
         self._say("toy_fsdp as configured")
         callbacks = [*([fault] if fault else []), *([replica] if has_replica else []), watch]
         _, sizes = self._train(self.build("strategy"), callbacks)
+        self.base = plain.divergence
         facts = {"planted": fault.planted} if fault else {}
         if has_replica:
             shards = self._claim("a_shards", "shards: replica fed the same gradient")
@@ -114,6 +119,11 @@ class StageRuns:
         if "c" in self.rows:
             text = f"one process, micro-batches accumulated: {self.num_ranks}"
             yield self._outcome(self._claim("c_one_process", text), plain.divergence, facts, sizes)
+
+    def _with_base(self, outcome: Outcome) -> Outcome:
+        """The run equals the base run if both equal the plain one."""
+        joined = outcome.divergence.joined(self.base)
+        return replace(outcome, divergence=joined, needed=outcome.needed + self.trajectory.numel)
 
     def _is_configured(self, arguments: dict[str, Any]) -> bool:
         """Whether the job's own strategy has these arguments, so that the base run is this run."""

@@ -29,6 +29,10 @@ class Verify(StagedTask):
     config_key = "verify"
 
     @override
+    def check_options(self, config: dict[str, Any]) -> None:
+        VerifyOptions.of(config)
+
+    @override
     def check(self, job: Job, build: Build) -> None:
         check_config(job, build)
 
