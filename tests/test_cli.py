@@ -84,11 +84,14 @@ def test_sweep_of_all_strategies_and_two_sizes(tmp_path: Path) -> None:  # C56
     assert (code, err) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
     jobs = sorted((tmp_path / "sweep").glob("[0-9]*"))
-    assert [path.name for path in jobs] == [str(number) for number in range(8)]
+    runs = [(name, size) for name in names for size in sizes]
+    assert [path.name for path in jobs] == [
+        f"{number}_{name}_{size}" for number, (name, size) in enumerate(runs)
+    ]
     assert len(list(tmp_path.rglob(".hydra"))) == 8
     assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 2 * 8  # of fit, of hyper-parameters
     losses: dict[int, list[float]] = {1: [], 2: []}
-    for job, (name, size) in zip(jobs, [(n, s) for n in names for s in sizes], strict=True):
+    for job, (name, size) in zip(jobs, runs, strict=True):
         summary = json.loads((job / "summary.json").read_text())
         assert (summary["strategy"], summary["world_size"]) == (name, size)
         assert summary["steps"] == 5
@@ -126,12 +129,12 @@ def test_sweep_goes_on_after_a_rank_raised_and_fails_in_the_end(tmp_path: Path) 
     assert 'raise LookupError("rank one is out of luck")' in err  # that rank's traceback
     [sweep] = tmp_path.glob("2*/of_16")
     assert sorted(path.name for path in tmp_path.iterdir()) == [sweep.parent.name, "text.txt"]
-    log = sweep / "0" / "ranks" / "rank_1.log"
+    log = sweep / "0_ddp_2" / "ranks" / "rank_1.log"
     assert f"log: {log})" in line
     assert "LookupError" in log.read_text()
-    assert "LookupError" in (sweep / "0" / "train.log").read_text()
-    assert not (sweep / "0" / "summary.json").exists()
-    assert json.loads((sweep / "1" / "summary.json").read_text())["world_size"] == 1
+    assert "LookupError" in (sweep / "0_ddp_2" / "train.log").read_text()
+    assert not (sweep / "0_ddp_2" / "summary.json").exists()
+    assert json.loads((sweep / "1_ddp_1" / "summary.json").read_text())["world_size"] == 1
     assert len(list(tmp_path.rglob(".hydra"))) == 2
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,10 @@ def test_all_jobs_can_be_compared(address: str) -> None:
     tags = get(address, "plugin/scalars/tags")
     runs = set(get(address, "runs"))
     assert len(runs) == 4
-    ours = {run for run in runs if run[0] in "01"}  # jobs 0 and 1 are toy_fsdp
+    assert {run.split("/")[0] for run in runs} == {
+        *("0_toy_fsdp_1", "1_toy_fsdp_2", "2_ddp_1", "3_ddp_2")
+    }
+    ours = {run for run in runs if "toy_fsdp" in run}
     speed = ("throughput/step_s", "throughput/run_tokens_per_s")
     for tag in ("train/loss", "memory/shards_mib", "memory/run_process_peak_mib", *speed):
         assert {run for run, names in tags.items() if tag in names} == runs, tag
@@ -110,3 +114,17 @@ def test_all_jobs_can_be_compared(address: str) -> None:
         assert {run for run, names in tags.items() if tag in names} == ours, tag
     images = get(address, "plugin/images/tags")
     assert {run for run, names in images.items() if names} == ours
+
+
+def test_planned_and_measured_are_alone_in_their_charts(address: str) -> None:
+    layout = get(address, "plugin/custom_scalars/layout")
+    [run] = [run for run in get(address, "runs") if run.startswith("1_toy_fsdp_2")]
+    shown = set()
+    for chart in (chart for category in layout["category"] for chart in category["chart"]):
+        for tag in chart["multiline"]["tag"]:
+            query = urllib.parse.urlencode({"run": run, "tag": tag})
+            found = get(address, f"plugin/custom_scalars/scalars?{query}")["tag_to_events"]
+            assert set(found) <= {tag.strip("^$")}
+            shown |= set(found)
+    for tag in ("shards", "unsharded", "reduce", "gradients", "optimizer"):
+        assert {f"memory/{tag}_mib", f"plan/{tag}_mib"} <= shown

@@ -160,6 +160,8 @@ BAD_INPUT = {
     "trainer.max_steps=7": "`trainer.max_steps=7` has no effect with `task=verify`: use `verify.st",
     "trainer.gradient_clip_val=1": "`trainer.gradient_clip_val=1` has no effect with `task=verify`",
     "strategy.sharding_strategy=HYBRID_SHARD": "equals the others within rounding only",
+    "strategy.gradient_sync=last_micro_batch": "equals the others within rounding only",
+    "verify.steps=0": "`verify.steps=0`: expected a whole number of at least 2",
 }
 
 

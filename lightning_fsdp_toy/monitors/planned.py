@@ -170,7 +170,8 @@ def _layout() -> dict[str, dict[str, list[object]]]:
     """The charts of TensorBoard's Custom Scalars."""
     return {
         f"planned and measured: {group}": {
-            f"{name} (MiB)": ["Multiline", [f"{group}/{name}_mib", f"plan/{name}_mib"]]
+            # Regular expressions: `memory/x_mib/max_rank` does not belong there.
+            f"{name} (MiB)": ["Multiline", [f"^{group}/{name}_mib$", f"^plan/{name}_mib$"]]
             for name in names
         }
         for group, names in _CHARTS.items()

@@ -120,6 +120,11 @@ def check_config(job: Job, build: Build) -> VerifyOptions:
             "`strategy.sharding_strategy=HYBRID_SHARD` adds inside a group first, so it equals the "
             "others within rounding only: `task=verify` takes FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"
         )
+    if strategy.gradient_sync != "every_micro_batch":
+        raise ValueError(
+            f"`strategy.gradient_sync={strategy.gradient_sync}` adds a rank's micro-batches first, "
+            "so it equals the others within rounding only: `task=verify` takes every_micro_batch"
+        )
     if config["ckpt_path"] is not None:
         raise ValueError("`ckpt_path`: `task=verify` starts from new weights; leave it out")
     _check_trainer(config["trainer"], options)
