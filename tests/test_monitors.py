@@ -348,3 +348,21 @@ def test_monitors_of_a_second_run_know_its_model(tmp_path):
         scalars = {tag: dict(points) for tag, points in read(tmp_path / number).items()}
         for kind in ("shards", "optimizer"):
             assert scalars[f"plan/{kind}_mib"] == scalars[f"memory/{kind}_mib"]
+
+
+def test_what_counts_as_samples_and_tokens():
+    ids, labels = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+
+    def counted(batch, **options):
+        monitor = ThroughputMonitor(**options)
+        monitor.note_batch(batch)
+        return monitor._samples, monitor._tokens
+
+    assert counted([ids, labels]) == (4, 64)
+    assert counted({"label": labels, "ids": ids}, batch_key="ids") == (4, 64)
+    assert counted([images, labels]) == (4, 0)
+    assert counted([images, labels], batch_key=0) == (4, 4 * 192)
+    assert counted("no tensor") == (0, 0)
+    with pytest.raises(ValueError, match=r"`batch_key='ids'`: a batch \(list\) has no such entry"):
+        counted([ids, labels], batch_key="ids")

@@ -26,8 +26,8 @@ class ThroughputMonitor(Monitor):
 
     ===================  =========================================================================
     `step_s`             seconds of an optimizer step (in other stages: of a batch)
-    `samples_per_s`      of all ranks: rows of the first tensor of every batch
-    `tokens_per_s`       of all ranks: elements of the first tensor, where those are whole numbers
+    `samples_per_s`      of all ranks: rows of one tensor of every batch, see `batch_key`
+    `tokens_per_s`       of all ranks: elements of that tensor, where those are whole numbers
     `mfu`                model FLOPs utilisation, where the peak is known: 6 FLOPs for each trained
                          parameter and token (PaLM, arXiv 2204.02311, without its attention term)
                          by time and peak of a rank's device
@@ -37,16 +37,24 @@ class ThroughputMonitor(Monitor):
         every_n_steps: see `Monitor`.
         peak_flops: FLOP per second that a rank's device can do; None: what Lightning knows of the
             GPU, nothing on CPU.
+        batch_key: key or index of the batch's entry that counts; None: the first tensor, whose
+            elements are not taken for tokens where they are bytes or truth values.
     """
 
     group = "throughput"
     added = frozenset({"samples_per_s", "tokens_per_s"})
 
-    def __init__(self, every_n_steps: int | None = None, peak_flops: float | None = None) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        peak_flops: float | None = None,
+        batch_key: str | int | None = None,
+    ) -> None:
         super().__init__(every_n_steps)
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"`peak_flops`: expected a number above 0, got {peak_flops!r}")
         self.peak_flops = peak_flops
+        self.batch_key = batch_key
         self._clock = 0.0
         self._samples = self._tokens = 0
         self._num_parameters = 0
@@ -68,11 +76,20 @@ class ThroughputMonitor(Monitor):
 
     @override
     def note_batch(self, batch: Any) -> None:
-        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+        try:
+            counted = batch if self.batch_key is None else batch[self.batch_key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"`batch_key={self.batch_key!r}`: a batch ({type(batch).__name__}) has no such entry"
+            ) from error
+        first = next((leaf for leaf in tree_leaves(counted) if isinstance(leaf, Tensor)), None)
         if first is None:
             return
         self._samples += first.shape[0] if first.ndim else 1
-        if not (first.is_floating_point() or first.is_complex()):
+        is_chosen = self.batch_key is not None
+        if not (first.is_floating_point() or first.is_complex()) and (
+            is_chosen or first.dtype not in (torch.uint8, torch.bool)
+        ):
             self._tokens += first.numel()
 
     @override
