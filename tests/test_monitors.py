@@ -364,5 +364,5 @@ def test_what_counts_as_samples_and_tokens():
     assert counted([images, labels]) == (4, 0)
     assert counted([images, labels], batch_key=0) == (4, 4 * 192)
     assert counted("no tensor") == (0, 0)
-    with pytest.raises(ValueError, match=r"`batch_key='ids'`: a batch \(list\) has no such entry"):
+    with pytest.raises(ValueError, match=r"`batch_key='ids'`: no such entry in a batch \(list\)"):
         counted([ids, labels], batch_key="ids")

@@ -16,6 +16,7 @@ from lightning_fsdp_toy.jobs import JobError
 from lightning_fsdp_toy.launch import launch
 from lightning_fsdp_toy.lit_module import LitLanguageModel
 from lightning_fsdp_toy.models import GPT
+from lightning_fsdp_toy.tasks.check_checkpoint import check_checkpoint
 from tests.core_helpers import Stack, assert_equal, make_batches
 from tests.lit_helpers import make_trainer
 from tests.ranks import run_ranks
@@ -229,3 +230,41 @@ def test_damaged_sharded_checkpoints_are_refused(sharded_run, tmp_path, damage):
         (part if damage == "part" else copy / ".metadata").unlink()
     with pytest.raises(JobError, match="is a damaged sharded checkpoint"):
         launch(compose(tmp_path / "run", f"ckpt_path={copy}", "trainer.max_steps=4"))
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"tokens_seen": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_is_no_weight(tmp_path):
+    module = WithExtraState(2, 2)
+    path = tmp_path / "last.ckpt"
+    content = {"loops": {"fit_loop": {}}, "global_step": 1, "optimizer_states": []}
+    torch.save(content | {"state_dict": module.state_dict()}, path)
+    check_checkpoint({"ckpt_path": str(path), "strategy": "auto", "trainer": {}}, module)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state_dict": ["weights"]},
+        {"global_step": "two"},
+        {"optimizer_states": 3},
+        {"optimizer_states": [None]},
+        {"loops": {}},
+        {"loops": None},
+    ],
+    ids=str,
+)
+def test_whatever_is_wrong_in_a_checkpoint_is_one_line(tmp_path, change):
+    module, path = nn.Linear(2, 2), tmp_path / "last.ckpt"
+    content = {"loops": {"fit_loop": {}}, "global_step": 1, "optimizer_states": []}
+    torch.save(content | {"state_dict": module.state_dict()} | change, path)
+    config = {"ckpt_path": str(path), "strategy": "auto", "trainer": {"max_steps": 4}}
+    with pytest.raises(ValueError, match=r"^`ckpt_path=") as caught:
+        check_checkpoint(config, module)
+    assert "\n" not in str(caught.value)

@@ -80,7 +80,7 @@ class ThroughputMonitor(Monitor):
             counted = batch if self.batch_key is None else batch[self.batch_key]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"`batch_key={self.batch_key!r}`: a batch ({type(batch).__name__}) has no such entry"
+                f"`batch_key={self.batch_key!r}`: no such entry in a batch ({type(batch).__name__})"
             ) from error
         first = next((leaf for leaf in tree_leaves(counted) if isinstance(leaf, Tensor)), None)
         if first is None:

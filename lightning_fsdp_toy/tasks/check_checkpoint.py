@@ -2,11 +2,12 @@
 
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -25,6 +26,19 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
         ValueError: Names `ckpt_path` and the remedy.
     """
     path = Path(config["ckpt_path"])
+    try:
+        _check(path, config, module)
+    except Exception as error:  # whatever reading foreign data may come to
+        text = " ".join(str(error).split())
+        if isinstance(error, ValueError) and text.startswith("`ckpt_path="):
+            raise
+        raise ValueError(
+            f"`ckpt_path={path}` is a damaged checkpoint ({type(error).__name__}: {text[:200]}); "
+            "name another one"
+        ) from error
+
+
+def _check(path: Path, config: dict[str, Any], module: nn.Module) -> None:
     if not path.exists():
         raise ValueError(f"`ckpt_path={path}` does not exist: check the path, or leave it out")
     is_sharded = path.is_dir()
@@ -35,20 +49,20 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
         )
     checkpoint = _read(path, path / _META if is_sharded else path)
     needed = {"loops", "global_step"} | (set() if is_sharded else {"state_dict"})
-    if not isinstance(checkpoint, dict) or not needed <= set(checkpoint):
+    is_run = isinstance(checkpoint, dict) and needed <= set(checkpoint)
+    if not is_run or "fit_loop" not in checkpoint["loops"]:
         raise ValueError(
             f"`ckpt_path={path}` is no checkpoint of a Lightning run: name one, such as "
             "checkpoints/last.ckpt of an earlier run"
         )
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    shapes = _shapes(module.state_dict())
     if is_sharded:
         _check_strategy(path, config)
         saved_shapes = _sharded_shapes(path)
         if _is_ours(config["strategy"]):
             _check_weights(path, saved_shapes, shapes)
     else:
-        saved = checkpoint["state_dict"].items()
-        _check_weights(path, {name: tuple(tensor.shape) for name, tensor in saved}, shapes)
+        _check_weights(path, _shapes(checkpoint["state_dict"]), shapes)
         if "optimizer_states" not in checkpoint:
             raise ValueError(
                 f"`ckpt_path={path}` holds weights only and no optimizer state: go on from a "
@@ -61,6 +75,13 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
             f"`ckpt_path={path}` is already at step {step} of `trainer.max_steps={max_steps}`: "
             f"raise it, for example `trainer.max_steps={2 * step}`"
         )
+
+
+def _shapes(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors; a module's extra state may be anything."""
+    return {
+        name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)
+    }
 
 
 def _read(path: Path, file: Path) -> Any:
@@ -112,6 +133,8 @@ def _sharded_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _check_optimizer(path: Path, states: list[Any], module: nn.Module) -> None:
     """Refuse the state of another kind of optimizer: its options would be missing."""
+    if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+        raise TypeError("`optimizer_states` is no list of dicts")
     make_optimizer = getattr(module, "make_optimizer", None)
     if make_optimizer is None or len(states) != 1 or not states[0].get("param_groups"):
         return
