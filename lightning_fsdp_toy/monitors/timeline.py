@@ -5,7 +5,7 @@ Note: lanes
 
         compute          forward and backward of every unit, the optimizer
         wait             what the training thread waited for (exposed communication)
-        communication    every collective, from its first message until it is seen complete
+        communication    collectives of weights and gradients, until each is seen complete
         <unit>           one lane for each: all-gather, unsharded (with the computing inside it),
                          sharded (with the reducing inside it)
         memory           a counter, MiB by kind
