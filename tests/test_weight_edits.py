@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.sharding import fully_shard, get_root, unsharded
 from tests.core_helpers import Stack, assert_equal, full_parameters
-from tests.lit_helpers import make_trainer
+from tests.lit_helpers import make_trainer, regression_data
 from tests.ranks import run_ranks
 from tests.test_trainer_features import Shared, fit, global_batches
 
@@ -88,6 +88,8 @@ class Prototypes(Shared):
 class UsedAtOnce(Shared):
     """Edits a weight of its own and uses it, twice, before it calls a module."""
 
+    edits = True
+
     def __init__(self, through_data):
         super().__init__()
         self.through_data = through_data
@@ -95,7 +97,8 @@ class UsedAtOnce(Shared):
         self.weight = nn.Parameter(torch.randn(3, 3))
 
     def training_step(self, batch, _):
-        edit_(self.weight, lambda p: p.clamp_(-0.5, 0.5).mul_(1.25), self.through_data)
+        if self.edits:
+            edit_(self.weight, lambda p: p.clamp_(-0.5, 0.5).mul_(1.25), self.through_data)
         parts = self.parts(batch)
         return sum(self.loss(x, y) for x, y in parts) / len(parts)
 
@@ -355,3 +358,16 @@ def test_a_checkpoint_saved_inside_training_step_has_the_edit_in_full_precision(
         assert expected["prototypes.weight"].abs().max() == 0.125
         assert not torch.equal(found["net.inp.weight"], found["net.inp.weight"].bfloat16().float())
         assert_equal(found, expected)
+
+
+def _train_with_nan(directory):
+    module = UsedAtOnce(False)
+    module.edits = False
+    with torch.no_grad():
+        module.weight[0, 0] = float("nan")
+    make_trainer(ToyFSDPStrategy(), directory).fit(module, regression_data())
+    return full_parameters(module)["weight"].isnan().any()
+
+
+def test_a_weight_that_is_nan_is_not_taken_for_an_edit(tmp_path):
+    assert all(run_ranks(_train_with_nan, 2, str(tmp_path)))

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
@@ -112,10 +113,15 @@ def _keep_edits(flat: FlatParameter) -> None:
     before = flat.shard.to(own.device, own.dtype)
     if torch.equal(own, before):  # on a GPU the host waits for this
         return
-    is_edited = (own != before).to(flat.shard.device)
+    is_edited = _differ(own, before).to(flat.shard.device)
     edited = own.to(flat.shard.device, flat.shard.dtype)  # of a low dtype only what was edited
     flat.shard.copy_(torch.where(is_edited, edited, flat.shard))
     flat.note_edited([o for o in flat.originals if o.piece_of(is_edited).any()])
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    """Return where elements differ; NaN is equal to itself."""
+    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def look_for_edits(unit: Unit) -> list[Callable[[], None]]:
@@ -156,6 +162,6 @@ def _find_data_edits(flat: FlatParameter) -> list[OriginalParameter]:
     if flat.mesh.world.is_debug and not found and not is_one_memory:
         own = flat.compute.own
         before = flat.shard.to(own.device, own.dtype)
-        is_edited = (own != before) & ~(own.isnan() & before.isnan())
+        is_edited = _differ(own, before)
         found = [original for original in flat.originals if original.piece_of(is_edited).any()]
     return found
