@@ -10,8 +10,8 @@ from torch import nn
 from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.sharding import fully_shard, get_root, unsharded
 from tests.core_helpers import Stack, assert_equal, full_parameters
-from tests.lit_helpers import make_trainer, regression_data
-from tests.ranks import run_ranks
+from tests.lit_helpers import LitStack, make_trainer, regression_data
+from tests.ranks import RankError, run_ranks
 from tests.test_trainer_features import Shared, fit, global_batches
 
 POLICIES = [{}, {"auto_wrap_policy": None}, {"sharding_strategy": "SHARD_GRAD_OP"}]
@@ -371,3 +371,24 @@ def _train_with_nan(directory):
 
 def test_a_weight_that_is_nan_is_not_taken_for_an_edit(tmp_path):
     assert all(run_ranks(_train_with_nan, 2, str(tmp_path)))
+
+
+class Teacher(LitStack):
+    """A moving average that is taken where the root unit is shown whole for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(7, 7).requires_grad_(False)
+
+    def on_before_backward(self, _):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5)
+
+
+def _average_before_backward(directory):
+    make_trainer(ToyFSDPStrategy(), directory).fit(Teacher(), regression_data())
+
+
+def test_edits_before_backward_are_refused_by_name(tmp_path):
+    with pytest.raises(RankError, match=r"Parameter `teacher.weight` was changed in place"):
+        run_ranks(_average_before_backward, 2, str(tmp_path))

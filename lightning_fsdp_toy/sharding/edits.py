@@ -53,6 +53,8 @@ class EditWindow:
         finally:
             self.is_opening = False
         self._awaits_calls = True
+        for original in self.root.root_unit.originals:
+            original.refuse_edits()  # made since the last block, where the root was shown whole
         if torch.is_grad_enabled():
             self.reopen()
 
