@@ -48,10 +48,12 @@ def units_figure(recording: Recording, world_size: int) -> Figure:
         width = 1e3 * (span.end_s - span.start_s)
         axes.barh(len(units), width, left=at, height=0.7, color="white", edgecolor="black")
         is_narrow = width < 50 * (end_s - start_s)  # less than a twentieth
-        place = (at, "right") if is_narrow else (at + width / 2, "center")
-        axes.text(place[0], len(units), name, ha=place[1], va="center", fontsize=9)
+        if is_narrow:  # below its bar
+            axes.text(at + width, len(units) + 0.4, name, ha="right", va="top", fontsize=9)
+        else:
+            axes.text(at + width / 2, len(units), name, ha="center", va="center", fontsize=9)
     axes.set_yticks(range(len(units) + 1), [*units, "phase"])
-    axes.invert_yaxis()
+    axes.set_ylim(len(units) + 0.85, -0.6)
     axes.set_xlim(0, 1e3 * (end_s - start_s))
     axes.set_xlabel("time in the step (ms)")
     more = len(recording.units) - len(units)
