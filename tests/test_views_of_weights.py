@@ -108,6 +108,8 @@ def _numpy_shares_memory(options):
         assert root.memory.held["unsharded"] == 0
         for flat in root.flats:
             assert flat.master.tensor.untyped_storage().nbytes() == 0
+            faces = [original.unsharded for original in flat.originals]
+            assert all(face.untyped_storage().nbytes() == 0 for face in faces)
         for each, optimizer in zip((model, reference), optimizers, strict=True):
             each(x).sum().backward()
             optimizer.step()

@@ -11,7 +11,7 @@ from lightning_fsdp_toy import ToyFSDPStrategy
 from lightning_fsdp_toy.sharding import fully_shard, get_root, unsharded
 from tests.core_helpers import Stack, assert_equal, full_parameters
 from tests.lit_helpers import LitStack, make_trainer, regression_data
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 from tests.test_trainer_features import Shared, fit, global_batches
 
 POLICIES = [{}, {"auto_wrap_policy": None}, {"sharding_strategy": "SHARD_GRAD_OP"}]
@@ -386,9 +386,34 @@ class Teacher(LitStack):
 
 
 def _average_before_backward(directory):
-    make_trainer(ToyFSDPStrategy(), directory).fit(Teacher(), regression_data())
+    module = Teacher()
+    with pytest.raises(RuntimeError, match=r"Parameter `teacher.weight` was changed in place"):
+        make_trainer(ToyFSDPStrategy(), directory).fit(module, regression_data())
+    assert not get_root(module).is_in_forward
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_edits_before_backward_are_refused_by_name(tmp_path):
-    with pytest.raises(RankError, match=r"Parameter `teacher.weight` was changed in place"):
-        run_ranks(_average_before_backward, 2, str(tmp_path))
+    run_ranks(_average_before_backward, 2, str(tmp_path))
+
+
+def _save_inside_a_block(directory, form, precision):
+    options = {"precision": precision, "max_steps": 2}
+    saver, reader = SavesInside(False), SavesInside(False)
+    data = global_batches(1)
+    trainer = make_trainer(ToyFSDPStrategy(state_dict_type=form), directory, **options)
+    trainer.fit(saver, data)
+    with trainer.strategy.unsharded(saver), torch.no_grad():
+        for param in saver.parameters():
+            param.fill_(0.1)
+        trainer.save_checkpoint(f"{directory}/saved")
+    trainer = make_trainer(ToyFSDPStrategy(), directory, precision=precision)
+    trainer.validate(reader, data, ckpt_path=f"{directory}/saved", verbose=False)
+    return reader.found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_checkpoint_saved_inside_an_unsharded_block_has_its_edits(tmp_path, form, precision):
+    for found in run_ranks(_save_inside_a_block, 2, str(tmp_path), form, precision):
+        assert all(torch.equal(w, torch.full_like(w, 0.1)) for w in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class GatheredBuffer:
         is_permanent: it is the shard itself, never gathered and never released.
 
     Attributes:
-        is_replaced: ``tensor`` is another one than it was: views of it have to be made anew.
+        on_replaced: called with the old and the new ``tensor`` while both have memory: views of the
+            one have to become views of the other.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class GatheredBuffer:
         self.memory = memory
         self.name = name
         self.is_permanent = is_permanent
-        self.is_replaced = False
+        self.on_replaced: Callable[[Tensor, Tensor], None] = lambda old, new: None
         self._has_memory = True
         self._work: Work | None = None
         if not is_permanent:
@@ -118,8 +120,9 @@ class GatheredBuffer:
         if self._has_memory and not self.is_permanent:
             if not self.tensor.untyped_storage().resizable():
                 # A numpy array shares this memory; torch never takes it away from the storage then.
-                self.tensor = torch.empty_like(self.tensor)
-                self.is_replaced = True
+                old, self.tensor = self.tensor, torch.empty_like(self.tensor)
+                self.on_replaced(old, self.tensor)
+                del old
             self.transport.release_(self.tensor)
             self.memory.add("unsharded", -num_bytes(self.tensor))
             self._has_memory = False

@@ -47,14 +47,14 @@ class EditWindow:
 
     def open_scope(self) -> None:
         """Begin the block: the root unit's pre-forward, without prefetch."""
+        for original in self.root.root_unit.originals:
+            original.refuse_edits()  # made since the last block, where the root was shown whole
         self.is_opening = True
         try:
             self.root.root_unit.pre_forward()
         finally:
             self.is_opening = False
         self._awaits_calls = True
-        for original in self.root.root_unit.originals:
-            original.refuse_edits()  # made since the last block, where the root was shown whole
         if torch.is_grad_enabled():
             self.reopen()
 

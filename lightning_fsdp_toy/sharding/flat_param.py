@@ -133,6 +133,14 @@ class FlatParameter:
         if self.compute_dtype != self.dtype:
             low = whole.new_empty(whole.shape, dtype=self.compute_dtype)
             self.compute = GatheredBuffer(low, *args, is_permanent=False)
+        self.master.on_replaced = self.compute.on_replaced = self._follow
+
+    def _follow(self, old: Tensor, new: Tensor) -> None:
+        """Let the faces that are views of ``old`` be views of ``new``."""
+        for original in self.originals:
+            face = original.unsharded
+            if face.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+                face.data = original.view_of(new)
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -257,10 +265,9 @@ class FlatParameter:
         self._shows_master = False
         self.is_hidden = False
         for original in self.originals:
-            if self.is_mixed or self.compute.is_replaced:
+            if self.is_mixed:
                 original.unsharded.data = original.view_of(self.compute.tensor)
             original.show_unsharded()
-        self.compute.is_replaced = False
 
     @torch.no_grad()
     def refresh_compute(self) -> None:

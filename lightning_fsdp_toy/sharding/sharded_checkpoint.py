@@ -36,6 +36,7 @@ from lightning_fsdp_toy.sharding.layout import boxes_of_range
 from lightning_fsdp_toy.sharding.names import clean_keys, keys_for
 from lightning_fsdp_toy.sharding.root import RootState
 from lightning_fsdp_toy.sharding.state_dict import (
+    cut_piece,
     is_elementwise,
     meta_parameter,
     saved_buffer_dtypes,
@@ -134,14 +135,17 @@ def sharded_model_state(root: RootState) -> dict[str, Any]:
     root.sync_buffers()
     state = root.module.state_dict(keep_vars=True)
     dtypes = saved_buffer_dtypes(root)
-    # Inside a forward call modules show some of them unsharded, maybe in a low dtype.
-    originals = _originals(root) | {
-        id(original.unsharded): original for original in root.originals()
-    }
+    originals = _originals(root)
+    # Modules show whole weights inside a forward call, maybe in a low dtype, and inside `unsharded`
+    # blocks, where they may have been edited.
+    whole = {id(original.unsharded): original for original in root.originals()}
     for key, value in state.items():
-        original = originals.get(id(value))
+        original = originals.get(id(value)) or whole.get(id(value))
         if original is not None:
-            state[key] = ShardOfTensor(original, original.sharded.detach())
+            piece = original.sharded.detach()
+            if value is original.unsharded and value.dtype == piece.dtype:
+                piece = cut_piece(value, original).clone()
+            state[key] = ShardOfTensor(original, piece)
         elif isinstance(value, Tensor):
             state[key] = value.detach().to(dtypes.get(key), copy=True)
     return clean_keys(state)
