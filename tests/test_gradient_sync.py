@@ -323,6 +323,23 @@ def test_freezing_keeps_gradients_of_earlier_micro_batches():
     run_ranks(_frozen_after_no_sync, 2)
 
 
+def _kept_by_one_rank():
+    model = fully_shard(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    root = get_root(model)
+    with no_sync(model):
+        first, second = (layer(torch.ones(2, 4)).sum() for layer in model)
+        (first + second if dist.get_rank() == 0 else first).backward()
+    for unit in root.units:
+        for flat in unit.flats:
+            flat.gradient.keep()  # as a rank does whether it has gradients or not
+        unit.drop_kept()
+    return any(flat.gradient.is_kept or flat.gradient.buffer is not None for flat in root.flats)
+
+
+def test_all_ranks_forget_that_they_kept():
+    assert run_ranks(_kept_by_one_rank, 2) == [False, False]
+
+
 class Stops(LitStack):
     fails = False
 

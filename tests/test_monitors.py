@@ -304,25 +304,30 @@ def test_tokens_and_utilisation(tmp_path, strategy):
     assert mean_mfu == pytest.approx(6 * 4000 * tokens / 2 / 1e6, rel=1e-3)
 
 
-def _checkpoints(directory):
+def _checkpoints(directory, when, every):
     trainer = make_trainer(
         ToyFSDPStrategy(),
         directory,
         logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=[*monitors(), ModelCheckpoint(directory, every_n_train_steps=2)],
+        callbacks=[*monitors(), ModelCheckpoint(directory, **when)],
         enable_checkpointing=True,
-        max_steps=6,
-        log_every_n_steps=1,
+        max_steps=10,
+        max_epochs=-1,
+        val_check_interval=4,
+        log_every_n_steps=every,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(LitStack(), regression_data(64))
+        trainer.fit(LitStack(), regression_data(64), regression_data(8))
 
 
-def test_what_a_checkpoint_gathers_is_not_the_next_steps(tmp_path):
-    run_ranks(_checkpoints, 2, str(tmp_path))
-    gathered = dict(read(tmp_path)["comm/all_gather_mib"])
-    assert len({gathered[step] for step in range(1, 6)}) == 1
+@pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 2}], ids=["validation", "steps"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_a_checkpoint_gathers_is_not_the_next_steps(tmp_path, when, every):
+    run_ranks(_checkpoints, 2, str(tmp_path), when, every)
+    scalars = read(tmp_path)
+    gathered = [value for step, value in scalars["comm/all_gather_mib"] if step > 3]
+    assert len(gathered) > 2 and len(set(gathered)) == 1
 
 
 def _fit_twice(directory):

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fsdp_toy import ToyFSDPStrategy
-from lightning_fsdp_toy.monitors import Pictures, Timeline
+from lightning_fsdp_toy.monitors import MemoryMonitor, Pictures, Timeline
 from lightning_fsdp_toy.monitors.drawing import bytes_figure
 from lightning_fsdp_toy.monitors.planned import plan
 from lightning_fsdp_toy.monitors.recording import Recording, Span
@@ -75,6 +75,22 @@ def test_every_rank_has_its_lanes_in_one_file(tmp_path):
         counters = [e for e in events if e["ph"] == "C" and e["pid"] == rank]
         assert all(set(e["args"]) == set(KINDS) for e in counters)
         assert min(e["args"]["shards"] for e in counters) > 0
+
+
+class Unprepared(LitStack):
+    def setup(self, stage):
+        raise LookupError("no data")
+
+
+def _fail_before_sharding(directory):
+    callbacks = [Timeline(f"{directory}/trace.json"), Pictures(directory), MemoryMonitor()]
+    trainer = make_trainer(ToyFSDPStrategy(), directory, callbacks=callbacks)
+    with pytest.raises(LookupError, match="no data"):
+        trainer.fit(Unprepared(), regression_data())
+
+
+def test_an_error_before_sharding_is_shown_as_it_is(tmp_path):
+    run_ranks(_fail_before_sharding, 2, str(tmp_path))
 
 
 class Alternating(LitStack):

@@ -10,10 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fsdp_toy import processes
+from lightning_fsdp_toy.monitors import (
+    CommunicationMonitor,
+    MemoryMonitor,
+    PlanMonitor,
+    ThroughputMonitor,
+)
 from lightning_fsdp_toy.sharding import fully_shard, unsharded
 from tests.core_helpers import Stack, full_parameters
 from tests.lit_helpers import LitStack, make_trainer, regression_data
@@ -84,6 +91,22 @@ def test_unequal_batch_counts_end_on_every_rank_with_both_counts(
             if max_epochs == 2 and which == short:
                 pattern = rf"rank {which} waits in barrier `start of an epoch` number 1, 1 training"
             assert re.search(pattern, text), text
+
+
+def _run_uneven_with_monitors(directory):
+    kinds = (MemoryMonitor, CommunicationMonitor, ThroughputMonitor, PlanMonitor)
+    callbacks = [kind(every_n_steps=5) for kind in kinds]  # the shorter rank logs a rest alone
+    trainer = make_trainer(
+        "toy_fsdp", directory, max_epochs=1, callbacks=callbacks, logger=CSVLogger(directory)
+    )
+    module = LitStack()
+    module.log = lambda *_, **__: None
+    return _outcome(trainer.fit, module, DataLoader(Stream((4, 6)), batch_size=None))
+
+
+def test_unequal_batch_counts_are_told_with_monitors_too(tmp_path):
+    for text in run_ranks(_run_uneven_with_monitors, 2, tmp_path, timeout=TIMEOUT_S):
+        assert "They ran unequal numbers of batches" in text
 
 
 def _run_even(directory, counts):

@@ -99,8 +99,8 @@ def _numpy_shares_memory(options):
     root = get_root(model)
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, reference)]
     x, kept = torch.randn(2, 4, 5), []
-    for _ in range(2):
-        with unsharded(model):
+    for is_inference in (False, True, False):
+        with torch.inference_mode(is_inference), unsharded(model):
             arrays = {name: param.detach().numpy() for name, param in model.named_parameters()}
         kept += [(array, array.copy()) for array in arrays.values()]
         for name, param in reference.named_parameters():

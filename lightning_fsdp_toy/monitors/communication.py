@@ -9,6 +9,7 @@ import lightning as L
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.monitors.recording import root_of
 from lightning_fsdp_toy.sharding import Ledger
 from lightning_fsdp_toy.sharding.ledger import CollectiveTotal
 
@@ -42,7 +43,7 @@ class CommunicationMonitor(Monitor):
         self.by_unit = by_unit
         self._before: dict[tuple[str, str], CollectiveTotal] = {}
         self._clock = 0.0
-        # Totals and time at the end of the last batch, until the next one begins.
+        # Totals and time at the end of the last training batch, until the next one begins.
         self._between: tuple[dict[tuple[str, str], CollectiveTotal], float] | None = None
 
     @override
@@ -51,7 +52,7 @@ class CommunicationMonitor(Monitor):
         if ledger is not None:
             self._before = ledger.totals()
         self._clock = time.perf_counter()
-        self._between = None
+        self._between = (self._before, self._clock) if stage == "train" else None
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -79,7 +80,8 @@ class CommunicationMonitor(Monitor):
         ledger = _ledger_of(trainer)
         if ledger is None:
             return {}
-        totals, now = ledger.totals(), time.perf_counter()
+        # Between batches (a validation begins, training ends): as of the end of the last one.
+        totals, now = self._between or (ledger.totals(), time.perf_counter())
         nothing = CollectiveTotal()
         changes = {key: total - self._before.get(key, nothing) for key, total in totals.items()}
         seconds = now - self._clock
@@ -113,6 +115,5 @@ class CommunicationMonitor(Monitor):
 
 def _ledger_of(trainer: L.Trainer) -> Ledger | None:
     """Return the ledger under this package's strategy."""
-    root: Any = getattr(trainer.strategy, "root", None)
-    ledger = getattr(root, "ledger", None)
-    return ledger if isinstance(ledger, Ledger) else None
+    root = root_of(trainer)
+    return None if root is None else root.ledger

@@ -120,7 +120,9 @@ def bytes_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
     """Draw the bytes a rank sent in one step by operation, beside the formula's."""
     counted = dict.fromkeys(_OPERATIONS, 0)
     for record in recording.collectives:
-        if record.operation in counted:
+        # A validation may come between the micro-batches of a step.
+        is_inside = any(s.start_s <= record.start_s <= s.end_s for s in recording.steps)
+        if is_inside and record.operation in counted:
             counted[record.operation] += record.sent_bytes
     figure, axes = _figure(8, 4.4)
     pairs: list[tuple[str, list[float], int, str | None]] = [

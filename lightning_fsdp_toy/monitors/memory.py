@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import torch
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.counting import ProcessPeak, count_tensor_bytes, process_bytes
 from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
+from lightning_fsdp_toy.monitors.recording import root_of
 from lightning_fsdp_toy.sharding.memory import KINDS, MemoryCounter, PeakWindow
 
 __all__ = ["MemoryMonitor"]
@@ -134,6 +133,5 @@ class MemoryMonitor(Monitor):
 
 def _memory_of(trainer: L.Trainer) -> MemoryCounter | None:
     """Return the core's counter under this package's strategy."""
-    root: Any = getattr(trainer.strategy, "root", None)
-    memory = getattr(root, "memory", None)
-    return memory if isinstance(memory, MemoryCounter) else None
+    root = root_of(trainer)
+    return None if root is None else root.memory

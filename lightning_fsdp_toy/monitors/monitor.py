@@ -21,10 +21,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor
 from typing_extensions import override
 
 __all__ = ["MIB", "Monitor"]
@@ -236,11 +236,10 @@ def _over_ranks(
     known = [math.nan if value is None else float(value) for value in own.values()]
     rows = torch.tensor([known], dtype=torch.float64)
     if trainer.world_size > 1:
-        # Not the strategy's all_gather, which is one for autograd: it costs twice as much.
-        own_row = rows[0].to(trainer.strategy.root_device)
-        gathered = [torch.empty_like(own_row) for _ in range(trainer.world_size)]
-        dist.all_gather(gathered, own_row)
-        rows = torch.stack(gathered).cpu()
+        # By the strategy, which tells who waits where if ranks disagree about the end.
+        gathered = trainer.strategy.all_gather(rows[0].to(trainer.strategy.root_device))
+        assert isinstance(gathered, Tensor)
+        rows = gathered.cpu().reshape(trainer.world_size, len(known))
     logged: dict[str, float] = {}
     for tag, column in zip(own, rows.t().tolist(), strict=True):
         present = [value for value in column if not math.isnan(value)]

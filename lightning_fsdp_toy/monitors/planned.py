@@ -138,7 +138,8 @@ def plan(
         **{name: num_bytes / steps for name, num_bytes in sent.items()},
     }
     accumulates = micro_batches > steps
-    keeps_buffers = is_last_only and accumulates  # every unit its reduce buffer: no formula
+    # Every unit its reduce buffer: no formula.
+    keeps_buffers = is_last_only and (accumulates or trainer.accumulate_grad_batches > 1)
     if not keeps_buffers:
         planned["reduce"] = sizes.reduce_peak_bytes
     optimizer = _optimizer_bytes(trainer, sizes)

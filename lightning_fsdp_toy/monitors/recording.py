@@ -110,13 +110,18 @@ class StepRecorder(Callback):
             root.ledger.listeners.append(self.recording.collectives.append)
             for optimizer in trainer.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(self._note_begin))
-                self._hooks.append(optimizer.register_step_post_hook(self._note_step))
+                after = optimizer.register_step_post_hook(self._note_step)
+                # Before the core's, which may gather the root unit again.
+                hooks: Any = optimizer._optimizer_step_post_hooks
+                hooks.move_to_end(after.id, last=False)
+                self._hooks.append(after)
         self._start_s = time.perf_counter()
 
     def _note_begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A step begins; under automatic optimization when its closure, the backward, is over."""
         self._optimizer_s = time.perf_counter()
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]  # the first is the optimizer
+        is_named = "closure" in kwargs
+        closure = kwargs["closure"] if is_named else args[1] if len(args) > 1 else None
         if closure is None:
             return None
 
@@ -125,7 +130,9 @@ class StepRecorder(Callback):
             self._optimizer_s = time.perf_counter()
             return result
 
-        return (*args[:1], timed), {key: kwargs[key] for key in kwargs if key != "closure"}
+        if is_named:
+            return args, {**kwargs, "closure": timed}
+        return (args[0], timed, *args[2:]), kwargs  # the first is the optimizer
 
     def _note_step(self, *_: Any) -> None:
         if self.recording is not None:
@@ -199,5 +206,8 @@ def make_folder(path: Path, key: str) -> None:
 
 def root_of(trainer: L.Trainer) -> RootState | None:
     """Return the sharded model under this package's strategy."""
-    root = getattr(trainer.strategy, "root", None)
+    try:
+        root = getattr(trainer.strategy, "root", None)
+    except (ValueError, AssertionError):  # not sharded yet
+        return None
     return root if isinstance(root, RootState) else None

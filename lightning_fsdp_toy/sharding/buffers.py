@@ -120,7 +120,8 @@ class GatheredBuffer:
         if self._has_memory and not self.is_permanent:
             if not self.tensor.untyped_storage().resizable():
                 # A numpy array shares this memory; torch never takes it away from the storage then.
-                old, self.tensor = self.tensor, torch.empty_like(self.tensor)
+                with torch.inference_mode(False):
+                    old, self.tensor = self.tensor, torch.empty_like(self.tensor)
                 self.on_replaced(old, self.tensor)
                 del old
             self.transport.release_(self.tensor)

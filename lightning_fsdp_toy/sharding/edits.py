@@ -10,7 +10,7 @@ Note: edits inside ``training_step``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_fsdp_toy.sharding.root import RootState
     from lightning_fsdp_toy.sharding.unit import Unit
 
-__all__ = ["EditWindow", "look_for_edits"]
+__all__ = ["EditWindow", "look_for_edits", "refuse_edits"]
 
 
 class EditWindow:
@@ -47,8 +47,8 @@ class EditWindow:
 
     def open_scope(self) -> None:
         """Begin the block: the root unit's pre-forward, without prefetch."""
-        for original in self.root.root_unit.originals:
-            original.refuse_edits()  # made since the last block, where the root was shown whole
+        # Made since the last block, where the root unit was shown whole.
+        refuse_edits(self.root.root_unit.originals)
         self.is_opening = True
         try:
             self.root.root_unit.pre_forward()
@@ -92,7 +92,8 @@ class EditWindow:
         Keeping makes what was saved before it out of date. Edits through ``.data`` are looked for
         at the first one saved.
         """
-        if self.is_open and (not self._has_saved or original.is_edited):
+        is_held = self.root.root_unit.num_pins > 0  # by an `unsharded` block, which keeps its own
+        if self.is_open and not is_held and (not self._has_saved or original.is_edited):
             self._has_saved = True
             self.keep(stays_open=True)
 
@@ -124,6 +125,15 @@ def _keep_edits(flat: FlatParameter) -> None:
 def _differ(a: Tensor, b: Tensor) -> Tensor:
     """Return where elements differ; NaN is equal to itself."""
     return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def refuse_edits(originals: Iterable[OriginalParameter]) -> None:
+    """Raise for the first that was edited in place where that is lost, and forget the others."""
+    edited = [each for each in originals if not each.is_whole and each.is_edited]
+    for each in edited[1:]:
+        each.remember_version()
+    if edited:
+        edited[0].refuse_edits()
 
 
 def look_for_edits(unit: Unit) -> list[Callable[[], None]]:

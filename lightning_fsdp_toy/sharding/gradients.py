@@ -212,7 +212,7 @@ class FlatGradient:
         """Forget what has been collected and not been reduced."""
         if self.buffer is not None:
             self.memory.add("reduce", -num_bytes(self.buffer))
-            self._forget_buffer()
+        self._forget_buffer()  # a rank without gradients keeps as well
 
     def _forget_buffer(self) -> None:
         self.buffer = None

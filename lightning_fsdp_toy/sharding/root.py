@@ -20,7 +20,7 @@ from lightning_fsdp_toy.sharding.build import (
     nesting_of,
     shared_buffers,
 )
-from lightning_fsdp_toy.sharding.edits import EditWindow
+from lightning_fsdp_toy.sharding.edits import EditWindow, refuse_edits
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.memory import MemoryCounter
 from lightning_fsdp_toy.sharding.observer import Observer
@@ -229,8 +229,7 @@ class RootState:
         """
         if self.root_unit.num_active == 0:
             return
-        for original in self.root_unit.originals:
-            original.refuse_edits()
+        refuse_edits(self.root_unit.originals)
         self.residency.boundary()
         is_backward = torch._C._current_graph_task_id() != -1
         for unit in self.units:

@@ -234,6 +234,9 @@ def load_sharded_model(
     """
     root.rest()
     state = sharded_model_state(root)
+    for value in state.values():
+        if isinstance(value, ShardOfTensor):  # also of those that are shown whole now
+            value.piece = value.original.sharded.detach()
     small = dict(small or {})
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     prefix = f"{name}."

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from lightning_fsdp_toy.sharding.edits import look_for_edits
+from lightning_fsdp_toy.sharding.edits import look_for_edits, refuse_edits
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
@@ -160,8 +160,7 @@ class Unit:
         self._show_masters()
         self.root.exit_forward()
         if self.num_pins == 0:
-            for original in self.originals:
-                original.refuse_edits()
+            refuse_edits(self.originals)
         for refuse in refusals:
             refuse()
         return output

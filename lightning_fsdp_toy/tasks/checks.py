@@ -126,7 +126,8 @@ def check_job(job: Job, build: Build) -> None:
         if key not in ("task", own_key):
             check_targets(node, key)
     for name, node in (config.get("callbacks") or {}).items():
-        if node is not None and node["_target_"].startswith("lightning_fsdp_toy.monitors."):
+        target = str(node.get("_target_")) if isinstance(node, dict) else ""
+        if target.startswith("lightning_fsdp_toy.monitors."):
             build(f"callbacks.{name}")  # which checks their numbers
     _check_scalars(config)
     if config["strategy"] == "auto" and config["world_size"] > 1:
