@@ -294,6 +294,9 @@ BAD_INPUT = {
     "optimizer._target_=torch.optim.Adafactor ~optimizer.betas ~optimizer.eps": (
         "`optimizer._target_=torch.optim.Adafactor`: Adafactor is not known to update elements"
     ),
+    "callbacks.memory=false": "`callbacks.memory=False`: expected a config with `_target_`",
+    "callbacks.plan.tolerance=-1": "`tolerance`: expected a number of at least 0, got -1",
+    "logger.tensorboard=3": "`logger.tensorboard=3`: expected a config with `_target_`",
 }
 
 

@@ -125,9 +125,10 @@ def check_job(job: Job, build: Build) -> None:
     for key, node in config.items():
         if key not in ("task", own_key):
             check_targets(node, key)
+    _check_named(config, "logger")
+    _check_named(config, "callbacks")
     for name, node in (config.get("callbacks") or {}).items():
-        target = str(node.get("_target_")) if isinstance(node, dict) else ""
-        if target.startswith("lightning_fsdp_toy.monitors."):
+        if node is not None and node["_target_"].startswith("lightning_fsdp_toy.monitors."):
             build(f"callbacks.{name}")  # which checks their numbers
     _check_scalars(config)
     if config["strategy"] == "auto" and config["world_size"] > 1:
@@ -225,6 +226,16 @@ def _check_scalars(config: dict[str, Any]) -> None:
     before = config["task"].get("evaluate_before_fit", True)
     if not isinstance(before, bool):
         raise ValueError(f"`task.evaluate_before_fit={before}`: expected true or false")
+
+
+def _check_named(config: dict[str, Any], group: str) -> None:
+    """Refuse entries of a group of named configs that describe no object."""
+    for name, node in (config.get(group) or {}).items():
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            raise ValueError(
+                f"`{group}.{name}={node}`: expected a config with `_target_`, the class to make, "
+                f"or null (or `~{group}.{name}`) to leave it out"
+            )
 
 
 def _check_strategy(config: dict[str, Any], strategy: Any) -> None:
