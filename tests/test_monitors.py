@@ -83,9 +83,9 @@ def test_every_stage_is_logged_on_the_steps_of_the_loss(tmp_path, strategy):
             assert len(set(steps)) == len(steps), tag
 
 
-def _accumulated(directory):
+def _accumulated(directory, options):
     trainer = make_trainer(
-        ToyFSDPStrategy(),
+        ToyFSDPStrategy(**options),
         directory,
         logger=TensorBoardLogger(directory, name="", version=""),
         callbacks=monitors(),
@@ -97,19 +97,24 @@ def _accumulated(directory):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*planned")
         trainer.fit(LitStack(), regression_data(64))
-    return trainer.strategy.ledger.calls_by_operation()["reduce_scatter"]
 
 
-def test_planned_equals_measured_with_accumulation(tmp_path):
-    run_ranks(_accumulated, 2, str(tmp_path))
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+
+
+@pytest.mark.parametrize("transport", ["pairwise", "native"])
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, HYBRID], ids=str)
+def test_planned_equals_measured_with_accumulation(tmp_path, options, transport):
+    world_size = 4 if options is HYBRID else 2
+    run_ranks(_accumulated, world_size, str(tmp_path), {**options, "transport": transport})
     scalars = read(tmp_path)
     compared = [tag for tag in scalars if tag.startswith("plan/") and "peak" not in tag]
     assert len(compared) == 8
     for tag in compared:
         name = tag.removeprefix("plan/")
         measured = scalars.get(f"memory/{name}") or scalars.get(f"comm/{name}")
-        if name == "all_reduce_mib":
-            assert measured is None and scalars[tag][-1][1] == 0
+        if measured is None:  # none of the kind
+            assert scalars[tag][-1][1] == 0
             continue
         assert scalars[tag][1:] == measured[1:], tag  # the first step gathers one unit more
 

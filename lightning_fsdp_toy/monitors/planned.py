@@ -141,7 +141,7 @@ def plan(
     # Every unit its reduce buffer: no formula.
     keeps_buffers = is_last_only and (accumulates or trainer.accumulate_grad_batches > 1)
     if not keeps_buffers:
-        planned["reduce"] = sizes.reduce_peak_bytes
+        planned["reduce"] = sizes.reduce_peak(accumulates)
     optimizer = _optimizer_bytes(trainer, sizes)
     if optimizer is not None:
         planned["optimizer"] = optimizer

@@ -173,7 +173,11 @@ class ShardingSizes:
     @property
     def reduce_peak_bytes(self) -> int:
         """Largest sum of reduce buffers and of what reductions receive."""
-        return max(phase.reduce for phase in self.phases())
+        return self.reduce_peak()
+
+    def reduce_peak(self, accumulates: bool = False) -> int:
+        """``reduce_peak_bytes``, with ``accumulates`` as in ``phases``."""
+        return max(phase.reduce for phase in self.phases(accumulates=accumulates))
 
     def peak_bytes(
         self,
@@ -237,13 +241,15 @@ class ShardingSizes:
             yield Phase("backward", at + 1, unsharded, others, published)
             yield Phase("collect", at + 1, unsharded, others + own, published)
             published += 0 if accumulates else self._gradients(unit)
-            own += self._received(unit)
+            own += self._received(unit, accumulates)
             if not k:  # without overlap it is over before the next unit computes
                 kept = unsharded - sizes[at]
                 yield Phase("reduce", at + 1, kept, others + own, published)
             travelling = own if k else 0
         yield Phase("backward", 0, root, root_reduce + travelling, published)
-        yield Phase("reduce", 0, 0, root_reduce + self._received(0), self.gradients_bytes)
+        yield Phase(
+            "reduce", 0, 0, root_reduce + self._received(0, accumulates), self.gradients_bytes
+        )
 
     @property
     def _units(self) -> list[int]:
@@ -262,15 +268,19 @@ class ShardingSizes:
     def _reduce(self, unit: int) -> int:
         return sum(f.padded_numel * f.reduce_bytes for f in self._of(unit) if f.is_trainable)
 
-    def _received(self, unit: int) -> int:
+    def _received(self, unit: int, accumulates: bool) -> int:
         """What reducing a unit holds beside its buffer."""
-        return sum(self._scratch(flat) for flat in self._of(unit) if flat.is_trainable)
+        return sum(self._scratch(f, accumulates) for f in self._of(unit) if f.is_trainable)
 
-    def _scratch(self, flat: FlatSize) -> int:
+    def _scratch(self, flat: FlatSize, accumulates: bool) -> int:
         buffer = flat.padded_numel * flat.reduce_bytes
         shards, replicas = self.num_shards, self.num_replicas
-        if self.transport == "native":  # the sum arrives apart where it has to be converted
-            return 0 if flat.reduce_bytes == flat.master_bytes else buffer // shards
+        if self.transport == "native":  # the sum arrives apart to be converted, or to be added
+            is_direct = flat.reduce_bytes == flat.master_bytes and not accumulates
+            is_hybrid = shards > 1 and replicas > 1  # the shard group's sum is always apart
+            if is_hybrid:
+                return buffer // shards
+            return 0 if is_direct else buffer // max(shards, replicas)
         if shards == 1:
             return _sent(buffer, replicas)
         return _sent(buffer, shards) + (buffer // shards if replicas > 1 else 0)
