@@ -8,8 +8,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
-from lightning_fsdp_toy.monitors.recording import root_of
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values, root_of
 from lightning_fsdp_toy.sharding import Ledger
 from lightning_fsdp_toy.sharding.ledger import CollectiveTotal
 

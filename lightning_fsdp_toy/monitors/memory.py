@@ -7,8 +7,7 @@ import torch
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.counting import ProcessPeak, count_tensor_bytes, process_bytes
-from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
-from lightning_fsdp_toy.monitors.recording import root_of
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values, root_of
 from lightning_fsdp_toy.sharding.memory import KINDS, MemoryCounter, PeakWindow
 
 __all__ = ["MemoryMonitor"]

@@ -27,7 +27,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["MIB", "Monitor"]
+from lightning_fsdp_toy.sharding import RootState
+
+__all__ = ["MIB", "Monitor", "root_of"]
 
 MIB = 2**20
 Values = dict[str, float | None]
@@ -264,3 +266,12 @@ def _write(trainer: L.Trainer, values: Mapping[str, float], step: int) -> None:
             writer.add_summary(Summary(value=parts), step)
         else:
             logger.log_metrics(dict(values), step=step)
+
+
+def root_of(trainer: L.Trainer) -> RootState | None:
+    """Return the sharded model under this package's strategy."""
+    try:
+        root = getattr(trainer.strategy, "root", None)
+    except (ValueError, AssertionError):  # not sharded yet
+        return None
+    return root if isinstance(root, RootState) else None

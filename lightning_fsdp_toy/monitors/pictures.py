@@ -18,8 +18,9 @@ from lightning_fsdp_toy.monitors.drawing import (
     ownership_figure,
     units_figure,
 )
+from lightning_fsdp_toy.monitors.monitor import root_of
 from lightning_fsdp_toy.monitors.planned import plan
-from lightning_fsdp_toy.monitors.recording import StepRecorder, make_folder, root_of
+from lightning_fsdp_toy.monitors.recording import StepRecorder, make_folder
 
 __all__ = ["Pictures"]
 

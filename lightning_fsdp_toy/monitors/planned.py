@@ -12,8 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values
-from lightning_fsdp_toy.monitors.recording import root_of
+from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values, root_of
 from lightning_fsdp_toy.planner import ShardingSizes, read_sizes
 from lightning_fsdp_toy.sharding import RootState
 

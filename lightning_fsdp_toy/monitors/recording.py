@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_fsdp_toy.sharding import RootState
+from lightning_fsdp_toy.monitors.monitor import root_of
 from lightning_fsdp_toy.sharding.ledger import CollectiveRecord
 from lightning_fsdp_toy.sharding.observer import MemorySample, Observer, UnitEvent
 
-__all__ = ["Recording", "Span", "StepRecorder", "make_folder", "root_of"]
+__all__ = ["Recording", "Span", "StepRecorder", "make_folder"]
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,3 @@ def make_folder(path: Path, key: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`{key}`: cannot make the folder {path}: {error.strerror}") from error
-
-
-def root_of(trainer: L.Trainer) -> RootState | None:
-    """Return the sharded model under this package's strategy."""
-    try:
-        root = getattr(trainer.strategy, "root", None)
-    except (ValueError, AssertionError):  # not sharded yet
-        return None
-    return root if isinstance(root, RootState) else None

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_fsdp_toy.models import count_parameters
-from lightning_fsdp_toy.monitors.monitor import Monitor, Values
-from lightning_fsdp_toy.monitors.recording import root_of
+from lightning_fsdp_toy.monitors.monitor import Monitor, Values, root_of
 
 __all__ = ["ThroughputMonitor"]
 

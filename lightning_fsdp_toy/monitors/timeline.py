@@ -25,12 +25,12 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_fsdp_toy.monitors.monitor import root_of
 from lightning_fsdp_toy.monitors.recording import (
     Recording,
     Span,
     StepRecorder,
     make_folder,
-    root_of,
 )
 from lightning_fsdp_toy.sharding.memory import KINDS
 

@@ -55,8 +55,8 @@ class EditWindow:
         finally:
             self.is_opening = False
         self._awaits_calls = True
-        if torch.is_grad_enabled():
-            self.reopen()
+        self.reopen()
+        self.is_open = torch.is_grad_enabled()
 
     def reopen(self) -> None:
         """The root unit is shown whole, and no module has been called."""

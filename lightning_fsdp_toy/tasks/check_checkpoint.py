@@ -14,6 +14,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 __all__ = ["check_checkpoint"]
 
 _META = "meta.pt"  # of a sharded checkpoint: all that is not sharded
+# What reading data of any kind, or of none, was seen to raise.
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError),
+    *(ValueError, pickle.UnpicklingError),
+)
 _NUM_NAMED = 3  # differences that a message names at most
 
 
@@ -28,7 +33,7 @@ def check_checkpoint(config: dict[str, Any], module: nn.Module) -> None:
     path = Path(config["ckpt_path"])
     try:
         _check(path, config, module)
-    except Exception as error:  # whatever reading foreign data may come to
+    except _DAMAGE as error:
         text = " ".join(str(error).split())
         if isinstance(error, ValueError) and text.startswith("`ckpt_path="):
             raise
