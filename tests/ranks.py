@@ -1,9 +1,9 @@
 """Run one function on several ranks of this machine, fast and without leaving a process.
 
-Processes come from a fork server that has imported torch and Lightning once, so a test with a
-few ranks costs a fraction of a second. The ranks meet through a file, not a port. A rank that
-fails reports its traceback before its sockets close, hence before the others can notice, and so
-the right rank is blamed; the parent then kills the others by their own handles.
+Processes come from a fork server that has imported torch, Lightning and the package once, so a
+test with a few ranks costs a fraction of a second. The ranks meet through a file, not a port. A
+rank that fails reports its traceback before its sockets close, hence before the others can notice,
+and so the right rank is blamed; the parent then kills the others by their own handles.
 """
 
 import faulthandler
@@ -29,6 +29,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
     + ["lightning.pytorch", "torchmetrics.text", "pytest"]
+    + ["lightning_fsdp_toy", "tests.lit_helpers", "tests.core_helpers"]
 )
 
 
