@@ -7,6 +7,7 @@ Run it on an otherwise idle machine::
 It is `train.py` (whose overrides it takes), training only, with one more callback, which lets the
 monitors take turns: ten steps of each in every round, in alternating order. What counts is the
 ratio within a round, because machines drift; the median's interval is a bootstrap over rounds.
+What a run does once is left out: the pictures of one step, and writing the trace in the end.
 """
 
 import os
@@ -23,10 +24,10 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.monitor import Monitor
-from lightning_fsdp_toy.sharding.observer import Observer
+from lightning_fsdp_toy.monitors.recording import StepRecorder
 
 STEPS = 10  # of a variant in a round; the monitors log once in ten by default
-VARIANTS = ("off", "monitors", "trace")  # the last: monitors and what `+trace=true` records
+VARIANTS = ("off", "monitors", "trace")  # the last: monitors, and the recorder of `+trace=true`
 
 
 class Turns(Callback):
@@ -36,39 +37,47 @@ class Turns(Callback):
         self.times: dict[str, list[float]] = {name: [] for name in VARIANTS}
         self._num_batches = 0
         self._start = 0.0
-        self._variant = ""
-        self._observer: Observer | None = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._all = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self._choose(trainer, pl_module, self._variant(0))
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self._num_batches == 0:
-            self._all = list(trainer.callbacks)  # type: ignore[attr-defined]
         if self._num_batches % STEPS == 0:
             now = time.perf_counter()
-            if self._variant:
-                self.times[self._variant].append((now - self._start) / STEPS)
-            turn, at = divmod(self._num_batches // STEPS, len(VARIANTS))
-            self._choose(trainer, VARIANTS[at if turn % 2 == 0 else -1 - at])
-            self._start = time.perf_counter()
-        self._num_batches += 1
+            if self._num_batches:
+                name = self._variant(self._num_batches // STEPS - 1)
+                self.times[name].append((now - self._start) / STEPS)
+            self._start = now
 
-    def _choose(self, trainer: L.Trainer, variant: str) -> None:
-        root = trainer.strategy.root  # type: ignore[attr-defined]
-        if self._observer is not None:
-            self._observer.close()
-            root.observers.remove(self._observer)
-            self._observer = None
-        self._variant, is_on = variant, variant != "off"
-        kept = [each for each in self._all if is_on or not isinstance(each, Monitor)]
-        trainer.callbacks = kept  # type: ignore[attr-defined]
-        root.memory.counts_activations = is_on
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches % STEPS == 0:  # all others have seen the end of the block
+            self._choose(trainer, pl_module, self._variant(self._num_batches // STEPS))
+
+    @staticmethod
+    def _variant(block: int) -> str:
+        turn, at = divmod(block, len(VARIANTS))
+        return VARIANTS[at if turn % 2 == 0 else -1 - at]
+
+    def _choose(self, trainer: L.Trainer, pl_module: L.LightningModule, variant: str) -> None:
+        is_on = variant != "off"
+        chosen = [each for each in self._all if is_on or not isinstance(each, Monitor)]
         if variant == "trace":
-            self._observer = Observer(root.memory)
-            root.observers.append(self._observer)
+            recorder = StepRecorder(num_steps=STEPS)
+            recorder.on_train_start(trainer, pl_module)
+            chosen.append(recorder)
+        trainer.callbacks = chosen  # type: ignore[attr-defined]
+        trainer.strategy.root.memory.counts_activations = is_on  # type: ignore[attr-defined]
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._choose(trainer, "monitors")
+        self._choose(trainer, pl_module, "monitors")
         times = {name: seconds[1:] for name, seconds in self.times.items()}  # without warm-up
         rounds = min(map(len, times.values()))
         if not trainer.is_global_zero:
