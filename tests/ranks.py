@@ -69,6 +69,7 @@ def run_ranks(
             LOCAL_WORLD_SIZE=str(world_size),
             NODE_RANK="0",
             GROUP_RANK="0",
+            OMP_NUM_THREADS="1",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port_holder.getsockname()[1]),
             TORCHELASTIC_RUN_ID="tests",

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_fsdp_toy.sharding import get_root
@@ -17,7 +18,7 @@ from tests.core_helpers import (
     train_reference,
 )
 from tests.fabric_helpers import make_fabric, train, whole
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def _stack() -> Stack:
@@ -229,3 +230,12 @@ def _freed():
 
 def test_the_strategy_keeps_no_model_alive():
     assert run_ranks(_freed, 1) == [0]
+
+
+def _launch_on_two_nodes():
+    Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="toy_fsdp").launch()
+
+
+def test_ranks_that_are_not_those_of_fabric_are_refused():
+    with pytest.raises(RankError, match=r"does not match the world size \(2\)"):
+        run_ranks(_launch_on_two_nodes, 2)

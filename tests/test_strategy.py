@@ -17,7 +17,7 @@ from lightning_fsdp_toy.sharding import get_root
 from lightning_fsdp_toy.sharding.whole import restore
 from tests.core_helpers import assert_equal, full_parameters
 from tests.lit_helpers import LitStack, make_trainer, regression_data
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 class Recording(L.LightningModule):
@@ -49,6 +49,17 @@ def test_ranks_see_disjoint_halves_and_share_metrics(tmp_path):  # C01
     assert len(first) == len(second) == 4
     assert sorted(first + second) == list(range(8))
     assert mean_0 == mean_1 == 0.5
+
+
+def _fit_on_other_numbers(strategy, directory, options):
+    make_trainer(strategy, directory, **options).fit(LitStack(), regression_data())
+
+
+@pytest.mark.parametrize("options", [{"devices": 1}, {"num_nodes": 2}])
+def test_ranks_that_are_not_those_of_the_trainer_are_refused_as_under_ddp(tmp_path, options):
+    for strategy in ("toy_fsdp", "ddp"):
+        with pytest.raises(RankError, match=r"does not match the world size \(2\)"):
+            run_ranks(_fit_on_other_numbers, 2, strategy, tmp_path, options)
 
 
 def _train(strategy, directory, options, **arguments):

@@ -181,7 +181,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
         assert self.cluster_environment is not None
         if self._start_method != "popen":
             self._launcher = FabricLauncher(self, start_method=self._start_method)
-        elif not self.cluster_environment.creates_processes_externally:
+        else:  # where ranks are given it starts none, but compares their number with Fabric's
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
