@@ -137,7 +137,9 @@ def check_grid(config: DictConfig) -> None:
     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
         return
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    given = [*params, *config.hydra.overrides.task]
+    # As they were written: an interpolation in one is for the job it is in.
+    written: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    given = [*params, *written["task"]]
     [jobs] = BasicSweeper.split_arguments(
         OverridesParser.create().parse_overrides(given), max_batch_size=None
     )
@@ -145,7 +147,7 @@ def check_grid(config: DictConfig) -> None:
         try:
             composed = hydra.compose(
                 config.hydra.job.config_name,
-                [*config.hydra.overrides.hydra, *overrides],
+                [*written["hydra"], *overrides],
                 return_hydra_config=True,
             )
             _check_composed(composed)

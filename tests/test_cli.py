@@ -120,6 +120,7 @@ def test_sweep_goes_on_after_a_rank_raised_and_fails_in_the_end(tmp_path: Path) 
             tmp_path,
             *("-m", *TINY, "trainer.max_steps=2", "hydra.job.chdir=true", "data.files=text.txt"),
             *("hydra.sweep.dir=${now:%Y}/of_${data.seq_len}", "devices=2,1", "strategy=ddp"),
+            "hydra.sweep.subdir=job_${hydra:job.num}",
             "+callbacks.fail._target_=tests.test_cli.FailOnRank1",
         )
     )
@@ -129,12 +130,12 @@ def test_sweep_goes_on_after_a_rank_raised_and_fails_in_the_end(tmp_path: Path) 
     assert 'raise LookupError("rank one is out of luck")' in err  # that rank's traceback
     [sweep] = tmp_path.glob("2*/of_16")
     assert sorted(path.name for path in tmp_path.iterdir()) == [sweep.parent.name, "text.txt"]
-    log = sweep / "0_ddp_2" / "ranks" / "rank_1.log"
+    log = sweep / "job_0" / "ranks" / "rank_1.log"
     assert f"log: {log})" in line
     assert "LookupError" in log.read_text()
-    assert "LookupError" in (sweep / "0_ddp_2" / "train.log").read_text()
-    assert not (sweep / "0_ddp_2" / "summary.json").exists()
-    assert json.loads((sweep / "1_ddp_1" / "summary.json").read_text())["world_size"] == 1
+    assert "LookupError" in (sweep / "job_0" / "train.log").read_text()
+    assert not (sweep / "job_0" / "summary.json").exists()
+    assert json.loads((sweep / "job_1" / "summary.json").read_text())["world_size"] == 1
     assert len(list(tmp_path.rglob(".hydra"))) == 2
 
 
