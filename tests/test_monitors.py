@@ -99,6 +99,42 @@ def _accumulated(directory, options):
         trainer.fit(LitStack(), regression_data(64))
 
 
+def _interrupted(directory, options):
+    trainer = make_trainer(
+        "toy_fsdp",
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=monitors(),
+        max_steps=4,
+        max_epochs=-1,
+        accumulate_grad_batches=4,
+        log_every_n_steps=2,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*planned")
+        trainer.fit(LitStack(), regression_data(128), regression_data())
+
+
+def test_a_validation_within_an_optimizer_step_changes_nothing_of_what_training_logs(tmp_path):
+    every = {"check_val_every_n_epoch": None}
+    options = {"without": {"limit_val_batches": 0}, "within": {**every, "val_check_interval": 10}}
+    scalars = {}
+    for name, given in options.items():
+        run_ranks(_interrupted, 2, str(tmp_path / name), given)
+        scalars[name] = read(tmp_path / name)
+    within = scalars["within"]
+    assert "memory/validate/process_mib" in within
+    tags = [tag for tag in scalars["without"] if tag.split("/")[0] in ("comm", "plan", "memory")]
+    for tag in tags:
+        steps = [step for step, _ in scalars["without"][tag]]
+        assert [step for step, _ in within[tag]] == steps == [1, 3], tag
+        is_counted = tag.endswith("_mib") and "process" not in tag
+        if is_counted:
+            assert within[tag] == scalars["without"][tag], tag
+
+
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
 
 
@@ -149,8 +185,7 @@ class Wrong(PlanMonitor):
 
     def measure(self, trainer, pl_module, stage):
         values = super().measure(trainer, pl_module, stage)
-        self._planned["unsharded"] = self._planned["unsharded"] // 2
-        return values
+        return {**values, "unsharded_mib": values["unsharded_mib"] / 2}
 
 
 def _wrong(directory):
@@ -376,3 +411,67 @@ def test_what_counts_as_samples_and_tokens():
     assert counted("no tensor") == (0, 0)
     with pytest.raises(ValueError, match=r"`batch_key='ids'`: no such entry in a batch \(list\)"):
         counted([ids, labels], batch_key="ids")
+
+
+def _few_steps(directory, every_n_steps):
+    trainer = make_trainer(
+        "toy_fsdp",
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        max_steps=3,
+        callbacks=[MemoryMonitor(every_n_steps=every_n_steps)],
+    )
+    trainer.fit(LitStack(), regression_data())
+    return trainer.strategy.root.memory.held["optimizer"]
+
+
+def test_optimizer_state_is_counted_from_the_step_that_makes_it(tmp_path):
+    scalars = {}
+    for every_n_steps in (1, 10):
+        directory = str(tmp_path / str(every_n_steps))
+        [held] = run_ranks(_few_steps, 1, directory, every_n_steps)
+        scalars[every_n_steps] = read(directory)
+    assert held >= 2 * 4 * sum(param.numel() for param in Stack().parameters())
+    [(_, optimizer)], [(_, total)] = (
+        scalars[10][tag] for tag in ("memory/optimizer_mib", "memory/tensors_mib")
+    )
+    assert optimizer * MIB == pytest.approx(held)
+    assert total == max(value for _, value in scalars[1]["memory/tensors_mib"])
+
+
+class _Picky(LitStack):
+    """Momentum in one group only, one parameter frozen; AdamW does not get all."""
+
+    def configure_optimizers(self):
+        for block in self.net.blocks[:1]:
+            block.up.bias.requires_grad_(False)
+        momentum = list(self.net.blocks.parameters())
+        plain = [*self.net.inp.parameters(), *self.net.head.parameters()]
+        groups = [{"params": plain}, {"params": momentum, "momentum": 0.9}]
+        if self.lr == 1e-3:
+            for param in plain:
+                param.requires_grad_(False)
+            return torch.optim.AdamW(groups[1]["params"], lr=self.lr)
+        return torch.optim.SGD(groups, lr=self.lr)
+
+
+def _picky(directory, lr):
+    trainer = make_trainer(
+        "toy_fsdp",
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=monitors(),
+        max_steps=4,
+        log_every_n_steps=1,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*planned")
+        trainer.fit(_Picky(lr=lr), regression_data())
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-3], ids=["sgd", "adamw"])
+def test_the_plan_of_optimizer_state_follows_groups_and_frozen_parameters(tmp_path, lr):
+    run_ranks(_picky, 2, str(tmp_path), lr)
+    scalars = read(tmp_path)
+    planned, measured = scalars["plan/optimizer_mib"], scalars["memory/optimizer_mib"]
+    assert planned[1:] == measured[1:] and measured[-1][1] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -103,9 +105,10 @@ def _step(options, precision, batch_size, micro_batches=1):
     known = [tokens, *(flat.shard for flat in root.flats), *state]
     root.observers.append(phases)
     live = LiveTensors(known, look)
-    at_rest = live.bytes - tokens.untyped_storage().nbytes()
     with live:
         step()
+    gc.collect()
+    at_rest = live.bytes - tokens.untyped_storage().nbytes()  # what the step left, too
     return at_rest, peak, activations, sizes, rest.optimizer
 
 

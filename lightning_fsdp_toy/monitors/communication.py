@@ -54,6 +54,14 @@ class CommunicationMonitor(Monitor):
         self._between = (self._before, self._clock) if stage == "train" else None
 
     @override
+    def pause(self, trainer: L.Trainer) -> Any:
+        return self._before, self._clock, self._between
+
+    @override
+    def resume(self, trainer: L.Trainer, state: Any) -> None:
+        self._before, self._clock, self._between = state
+
+    @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Leave out what happened since the last batch: a checkpoint gathers all weights."""
         ledger = _ledger_of(trainer)

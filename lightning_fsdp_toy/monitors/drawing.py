@@ -103,11 +103,11 @@ def memory_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
             va="bottom",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
-        counted = max(sum(v for k, v in each.items() if k != "activations") for each in held)
-        axes.set_title(
-            f"Tensor memory over one step: rank {recording.rank}, {_batches(recording)}; "
-            f"without activations at most {counted / MIB:.2f} MiB"
-        )
+    counted = max(sum(v for k, v in each.items() if k != "activations") for each in held)
+    axes.set_title(
+        f"Tensor memory over one step: rank {recording.rank}, {_batches(recording)}; "
+        f"without activations at most {counted / MIB:.2f} MiB"
+    )
     axes.set_xlim(0, times[-1])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("time in the step (ms)")
@@ -137,7 +137,8 @@ def bytes_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
         axes.bar_label(bars, fmt="%.3f", padding=2)
     axes.set_xticks(range(len(_OPERATIONS)), [name.replace("_", "-") for name in _OPERATIONS])
     axes.set_ylabel("sent by a rank in an optimizer step (MiB)")
-    axes.margins(y=0.15)
+    most = max(value for _, values, _, _ in pairs for value in values)
+    axes.set_ylim(0, 1.15 * most or 1)  # nothing is sent by a single rank
     axes.set_title(f"Communication of one step: rank {recording.rank}, {_batches(recording)}")
     axes.legend(frameon=False)
     return figure
@@ -168,7 +169,14 @@ def ownership_figure(root: RootState) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("element of the flat parameter (lines: where a parameter begins)")
     more = f", {len(flats) - len(shown)} more not shown" if len(flats) > len(shown) else ""
-    axes.set_title(f"Who owns which slice: {num_ranks} rank(s) in a shard group{more}")
+    replicas = root.mesh.replicas
+    if replicas is None:
+        ranks = f"{num_ranks} rank(s)"
+    else:
+        ranks = (
+            f"{num_ranks} rank(s) of a shard group, the same in all {replicas.world_size} groups"
+        )
+    axes.set_title(f"Who owns which slice: {ranks}{more}")
     return figure
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 from typing_extensions import override
@@ -44,6 +46,7 @@ class MemoryMonitor(Monitor):
         super().__init__(every_n_steps)
         self._process = ProcessPeak()
         self._window: PeakWindow | None = None
+        self._carried: dict[str, int] = {}  # largest of what a validation interrupted
         self._gradients: int | None = None
         self._optimizer: tuple[list[int], int] = ([], 0)  # number of states, their bytes
 
@@ -58,13 +61,48 @@ class MemoryMonitor(Monitor):
             self._count_optimizer(trainer, pl_module)
         self._restart(pl_module.device)
 
+    @override
+    def pause(self, trainer: L.Trainer) -> Any:
+        memory, window = _memory_of(trainer), self._window
+        if memory is not None and window is not None:
+            memory.close_window(window)
+            self._window = memory.open_window()
+        return window, self._gradients, self._of_process(trainer.strategy.root_device)
+
+    @override
+    def resume(self, trainer: L.Trainer, state: Any) -> None:
+        memory, during = _memory_of(trainer), self._window
+        self._restart(trainer.strategy.root_device)
+        self._window, self._gradients, self._carried = state
+        if memory is not None and self._window is not None and during is not None:
+            memory.close_window(during)
+            memory.reopen_window(self._window)
+
     def _restart(self, device: torch.device) -> None:
+        self._carried = {}
         if self._window is not None:
             self._window.restart()
         self._gradients = None
         self._process.restart()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+
+    def _of_process(self, device: torch.device) -> dict[str, int]:
+        """Largest bytes since the last restart, of the process or the device."""
+        if device.type == "cuda":
+            peaks: dict[str, int | None] = {
+                "allocated_mib": torch.cuda.max_memory_allocated(device),
+                "reserved_mib": torch.cuda.max_memory_reserved(device),
+            }
+        else:
+            peaks = {"process_peak_mib": self._process.bytes()}
+        known = {name: peak for name, peak in peaks.items() if peak is not None}
+        return {name: max(peak, self._carried.get(name, 0)) for name, peak in known.items()}
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *a: Any) -> None:
+        self._count_optimizer(trainer, pl_module)  # in the batch in which the state appears
+        super().on_train_batch_end(trainer, pl_module, *a)
 
     @override
     def on_before_optimizer_step(
@@ -85,12 +123,9 @@ class MemoryMonitor(Monitor):
             if stage == "train":
                 values |= {"gradients_mib": self._gradients, "optimizer_mib": optimizer}
         device = pl_module.device
-        if device.type == "cuda":
-            values["allocated_mib"] = torch.cuda.max_memory_allocated(device)
-            values["reserved_mib"] = torch.cuda.max_memory_reserved(device)
-        else:
+        if device.type != "cuda":
             values["process_mib"] = process_bytes()
-            values["process_peak_mib"] = self._process.bytes()
+        values |= self._of_process(device)
         self._restart(device)
         return {name: None if value is None else value / MIB for name, value in values.items()}
 

@@ -5,7 +5,8 @@ Note: when a monitor logs
     batches after which it stepped, however many optimizers there are): what happened since the last
     time, not a sample. In validation, test and prediction once, at the end, with the stage in the
     tag (`memory/validate/process_mib`). A validation inside training interrupts: what training did
-    until then is logged first. The sanity check is left out.
+    until then is logged first, but not in the middle of an accumulation, which then goes on as if
+    there had been no validation. The sanity check is left out.
 
 Note: ranks
     A value `memory/x` is the largest of any rank, `memory/x/mean` the mean over ranks and
@@ -61,6 +62,8 @@ class Monitor(Callback):
         self._pending: tuple[str, Values] | None = None  # stage, values
         self._stage = ""
         self._last_step = 0  # of training
+        self._is_within_step = False  # gradients of batches wait for those of others
+        self._paused: tuple[int, Any] | None = None  # steps, and what `pause` returned
 
     # -- what a monitor does --------------------------------------------------------------------
 
@@ -74,6 +77,12 @@ class Monitor(Callback):
         """
         raise NotImplementedError
 
+    def pause(self, trainer: L.Trainer) -> Any:
+        """Return what `resume` needs: a validation begins in the middle of an optimizer step."""
+
+    def resume(self, trainer: L.Trainer, state: Any) -> None:
+        """Go on to measure as if there had been no validation."""
+
     def note_batch(self, batch: Any) -> None:
         """A batch is done."""
 
@@ -84,6 +93,7 @@ class Monitor(Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_within_step, self._paused = False, None
         self._begin(trainer, pl_module, "train")
 
     @override
@@ -96,7 +106,8 @@ class Monitor(Callback):
         batch_idx: int,
     ) -> None:
         self.note_batch(batch)
-        if trainer.fit_loop._should_accumulate():
+        self._is_within_step = trainer.fit_loop._should_accumulate()
+        if self._is_within_step:
             return
         self.num_steps += 1
         self._last_step = _loss_step(trainer)
@@ -117,7 +128,9 @@ class Monitor(Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and self._is_within_step:
+            self._paused = self.num_steps, self.pause(trainer)
+        elif trainer.state.fn == "fit":
             self._log_rest(trainer, pl_module)
         self._begin(trainer, pl_module, "validate")
 
@@ -133,7 +146,11 @@ class Monitor(Callback):
         if trainer.sanity_checking:
             return
         self._end_evaluation(trainer, pl_module)
-        if trainer.state.fn == "fit":
+        if self._paused is not None:
+            (self.num_steps, state), self._paused = self._paused, None
+            self._stage = "train"
+            self.resume(trainer, state)
+        elif trainer.state.fn == "fit":
             self._begin(trainer, pl_module, "train")
 
     @override
@@ -185,7 +202,7 @@ class Monitor(Callback):
 
     def _log_rest(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the steps since the last log, before something interrupts training."""
-        if self._stage == "train" and self.num_steps:
+        if self._stage == "train" and self.num_steps and not self._is_within_step:
             self._pending = "train", self.measure(trainer, pl_module, "train")
         self.num_steps = 0
         self._flush_after_last(trainer, self._last_step)

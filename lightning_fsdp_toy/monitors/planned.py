@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning as L
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_fsdp_toy.monitors.monitor import MIB, Monitor, Values, root_of
-from lightning_fsdp_toy.planner import ShardingSizes, read_sizes
+from lightning_fsdp_toy.planner import read_sizes
 from lightning_fsdp_toy.sharding import RootState
 
 __all__ = ["PlanMonitor"]
@@ -52,7 +52,6 @@ class PlanMonitor(Monitor):
         if not tolerance >= 0:
             raise ValueError(f"`tolerance`: expected a number of at least 0, got {tolerance!r}")
         self.tolerance = tolerance
-        self._planned: dict[str, float] = {}
         self._warned: set[str] = set()
         self._planned_root: RootState | None = None
         self._num_batches = 0  # since the last measurement
@@ -68,10 +67,17 @@ class PlanMonitor(Monitor):
         if self._planned_root is not root:  # another model: another `fit`
             self._planned_root, self._trained = root, ()
             self._warned.clear()
-            self._planned = plan(trainer, root)
             for each in trainer.loggers:
                 if isinstance(each, TensorBoardLogger) and trainer.is_global_zero:
                     each.experiment.add_custom_scalars(_layout())
+
+    @override
+    def pause(self, trainer: L.Trainer) -> Any:
+        return self._num_batches
+
+    @override
+    def resume(self, trainer: L.Trainer, state: Any) -> None:
+        self._num_batches = state
 
     @override
     def note_batch(self, batch: Any) -> None:
@@ -85,9 +91,9 @@ class PlanMonitor(Monitor):
         trained = tuple(flat.is_trainable for flat in root.flats)
         # Not the first: its first step gathers one unit more, see `sent_bytes`.
         self._is_even, self._trained = trained == self._trained, trained
-        self._planned = plan(trainer, root, self._num_batches, max(1, self.num_steps))
+        planned = plan(trainer, root, self._num_batches, max(1, self.num_steps))
         self._num_batches = 0
-        return {f"{name}_mib": value / MIB for name, value in self._planned.items()}
+        return {f"{name}_mib": value / MIB for name, value in planned.items()}
 
     @override
     def note_logged(self, values: Mapping[str, float]) -> None:
@@ -95,13 +101,14 @@ class PlanMonitor(Monitor):
             return
         for group, names in _CHARTS.items():
             for name in names:
-                self._compare(name, values.get(f"{group}/{name}_mib"))
+                # Both are those of the rank that has most: the last rank may own less.
+                plan, found = f"plan/{name}_mib", f"{group}/{name}_mib"
+                if plan in values and found in values:
+                    self._compare(name, values[plan] * MIB, values[found] * MIB)
 
-    def _compare(self, name: str, measured_mib: float | None) -> None:
-        planned = self._planned.get(name)
-        if planned is None or measured_mib is None or name in self._warned:
+    def _compare(self, name: str, planned: float, measured: float) -> None:
+        if name in self._warned:
             return
-        measured = measured_mib * MIB
         if abs(measured - planned) > self.tolerance * planned + 0.5:
             self._warned.add(name)
             rank_zero_warn(
@@ -141,7 +148,7 @@ def plan(
     keeps_buffers = is_last_only and (accumulates or trainer.accumulate_grad_batches > 1)
     if not keeps_buffers:
         planned["reduce"] = sizes.reduce_peak(accumulates)
-    optimizer = _optimizer_bytes(trainer, sizes)
+    optimizer = _optimizer_bytes(trainer.optimizers)
     if optimizer is not None:
         planned["optimizer"] = optimizer
         if not keeps_buffers:
@@ -151,19 +158,23 @@ def plan(
     return planned
 
 
-def _optimizer_bytes(trainer: L.Trainer, sizes: ShardingSizes) -> int | None:
-    """Return the bytes of optimizer state, None if the optimizers are not known."""
-    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in _STATES:
-        return None
-    optimizer = trainer.optimizers[0]
-    states, options = _STATES[type(optimizer)], optimizer.defaults
-    if options.get("amsgrad"):
-        states += 1
-    if options.get("momentum"):
-        states += 1
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-    has_step = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    return sizes.optimizer_bytes(states, 4 * num_params if has_step else 0)
+def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+    """Return the bytes of this rank's optimizer state, None if an optimizer is not known.
+
+    Every trained parameter's piece has tensors like it and, for Adam, a step count of 4 bytes.
+    """
+    total = 0
+    for optimizer in optimizers:
+        if type(optimizer) not in _STATES:
+            return None
+        for group in optimizer.param_groups:
+            extra = bool(group.get("amsgrad")) + bool(group.get("momentum"))
+            num_tensors = _STATES[type(optimizer)] + extra
+            count = 4 if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) else 0
+            for param in group["params"]:
+                if param.requires_grad or param in optimizer.state:
+                    total += num_tensors * param.numel() * param.element_size() + count
+    return total
 
 
 def _layout() -> dict[str, dict[str, list[object]]]:

@@ -67,6 +67,19 @@ class ThroughputMonitor(Monitor):
             self._num_parameters = _count_trained(trainer, pl_module)
         self._restart(pl_module.device)
 
+    @override
+    def pause(self, trainer: L.Trainer) -> Any:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - self._clock, self._samples, self._tokens
+
+    @override
+    def resume(self, trainer: L.Trainer, state: Any) -> None:
+        self._restart(trainer.strategy.root_device)
+        seconds, self._samples, self._tokens = state
+        self._clock -= seconds
+
     def _restart(self, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # work of the steps that are counted

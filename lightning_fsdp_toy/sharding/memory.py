@@ -92,6 +92,10 @@ class MemoryCounter:
         self._windows.append(window)
         return window
 
+    def reopen_window(self, window: PeakWindow) -> None:
+        """Go on to keep a closed window up to date; what was held meanwhile is left out."""
+        self._windows.append(window)
+
     def close_window(self, window: PeakWindow) -> None:
         """Stop to keep a window up to date."""
         if window in self._windows:
