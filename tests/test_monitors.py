@@ -475,3 +475,29 @@ def test_the_plan_of_optimizer_state_follows_groups_and_frozen_parameters(tmp_pa
     scalars = read(tmp_path)
     planned, measured = scalars["plan/optimizer_mib"], scalars["memory/optimizer_mib"]
     assert planned[1:] == measured[1:] and measured[-1][1] > 0
+
+
+class StopAfter(L.Callback):
+    """Stops training after some batches."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = batch_idx == 7
+
+
+def _stopped(directory):
+    trainer = make_trainer(
+        "toy_fsdp",
+        directory,
+        logger=TensorBoardLogger(directory, name="", version=""),
+        callbacks=[*monitors(every_n_steps=10), StopAfter()],
+        accumulate_grad_batches=3,
+    )
+    trainer.fit(LitStack(), regression_data(128))
+
+
+def test_training_stopped_within_an_optimizer_step_logs_what_it_knows(tmp_path):
+    run_ranks(_stopped, 2, str(tmp_path))
+    scalars = read(tmp_path)
+    assert [step for step, _ in scalars["memory/tensors_mib"]] == [1]
+    assert "throughput/samples_per_s" in scalars and "comm/overlap" in scalars
+    assert not {"throughput/step_s", "comm/total_mib", "plan/shards_mib"} & set(scalars)

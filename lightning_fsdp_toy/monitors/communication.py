@@ -62,6 +62,10 @@ class CommunicationMonitor(Monitor):
         self._before, self._clock, self._between = state
 
     @override
+    def is_per_step(self, name: str) -> bool:
+        return name.endswith(("_mib", "_ms"))
+
+    @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Leave out what happened since the last batch: a checkpoint gathers all weights."""
         ledger = _ledger_of(trainer)

@@ -83,6 +83,10 @@ class Monitor(Callback):
     def resume(self, trainer: L.Trainer, state: Any) -> None:
         """Go on to measure as if there had been no validation."""
 
+    def is_per_step(self, name: str) -> bool:
+        """Whether a value is one of an optimizer step."""
+        return False
+
     def note_batch(self, batch: Any) -> None:
         """A batch is done."""
 
@@ -202,8 +206,13 @@ class Monitor(Callback):
 
     def _log_rest(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the steps since the last log, before something interrupts training."""
-        if self._stage == "train" and self.num_steps and not self._is_within_step:
-            self._pending = "train", self.measure(trainer, pl_module, "train")
+        if self._stage == "train" and (self.num_steps or self._is_within_step):
+            values = self.measure(trainer, pl_module, "train")
+            if (
+                self._is_within_step
+            ):  # training was stopped there: what is of whole steps is unknown
+                values = {k: None if self.is_per_step(k) else v for k, v in values.items()}
+            self._pending = "train", values
         self.num_steps = 0
         self._flush_after_last(trainer, self._last_step)
 

@@ -80,6 +80,10 @@ class PlanMonitor(Monitor):
         self._num_batches = state
 
     @override
+    def is_per_step(self, name: str) -> bool:
+        return True
+
+    @override
     def note_batch(self, batch: Any) -> None:
         self._num_batches += 1
 

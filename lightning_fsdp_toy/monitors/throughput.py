@@ -80,6 +80,10 @@ class ThroughputMonitor(Monitor):
         seconds, self._samples, self._tokens = state
         self._clock -= seconds
 
+    @override
+    def is_per_step(self, name: str) -> bool:
+        return name == "step_s"
+
     def _restart(self, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # work of the steps that are counted
