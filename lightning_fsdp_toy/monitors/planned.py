@@ -106,9 +106,9 @@ class PlanMonitor(Monitor):
         for group, names in _CHARTS.items():
             for name in names:
                 # Both are those of the rank that has most: the last rank may own less.
-                plan, found = f"plan/{name}_mib", f"{group}/{name}_mib"
-                if plan in values and found in values:
-                    self._compare(name, values[plan] * MIB, values[found] * MIB)
+                of_plan, found = f"plan/{name}_mib", f"{group}/{name}_mib"
+                if of_plan in values and found in values:
+                    self._compare(name, values[of_plan] * MIB, values[found] * MIB)
 
     def _compare(self, name: str, planned: float, measured: float) -> None:
         if name in self._warned:
@@ -118,7 +118,7 @@ class PlanMonitor(Monitor):
             rank_zero_warn(
                 f"{name}: planned {planned:,.0f} bytes, measured {measured:,.0f}: the formulas of "
                 f"`planner/formulas.py` do not hold for this model (units that run twice, in "
-                f"another order or not at all?)"
+                f"another order or not at all, trained parameters that no optimizer clears?)"
             )
 
 

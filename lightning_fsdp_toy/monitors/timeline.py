@@ -95,8 +95,8 @@ def chrome_trace(recordings: Iterable[Recording]) -> dict[str, Any]:
     """
     recordings = list(recordings)
     clocks: dict[str, float] = {}  # ranks of one machine share a clock: one offset for all
-    for recording in recordings:
-        clocks.setdefault(recording.host, recording.clock_offset_s)
+    for recording in recordings:  # against the first machine: seconds since 1970 would be rounded
+        clocks.setdefault(recording.host, recording.clock_offset_s - recordings[0].clock_offset_s)
     origin = min(
         (
             each.steps[0].start_s + clocks[each.host]
