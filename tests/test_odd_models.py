@@ -43,6 +43,15 @@ class SharedMemory(nn.Module):
         return x @ self.first @ self.second
 
 
+class Mirrored(nn.Module):
+    """A buffer shows the memory of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("shown", self.linear.weight.data[1:])
+
+
 def _refused(make, text, options):
     with pytest.raises(ValueError, match=text):
         fully_shard(make(), **options)
@@ -60,7 +69,8 @@ def overlapping():
     "make, text, options",
     [
         (SparseBuffer, "buffer `adjacency` of layout torch.sparse_coo", {}),
-        (overlapping, "`first` and `second` are two objects over the same memory", {}),
+        (overlapping, "`first` and the parameter `second` are two objects over the same", {}),
+        (Mirrored, "are two objects over the same memory", {}),
         (
             Stack,
             r"gives units options of their own is not supported, got \['sharding_strategy'\]",

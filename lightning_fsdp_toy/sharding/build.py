@@ -121,7 +121,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         plans[indices.pop() if len(indices) == 1 else 0].members.append(member)
     for plan in plans:
         _check_shapes(plan)
-    _check_memory(list(members.values()))
+    _check_memory(list(members.values()), root)
     return plans, unit_of
 
 
@@ -185,29 +185,30 @@ def _check_shapes(plan: UnitPlan) -> None:
             )
 
 
-def _check_memory(members: list[Member]) -> None:
-    """Refuse parameters that share memory without being one parameter.
+def _check_memory(members: list[Member], root: nn.Module) -> None:
+    """Refuse parameters that share memory with others, or with a buffer, without being one.
 
     Raises:
-        ValueError: two do: sharding would make two copies of what is one.
+        ValueError: one does: sharding would make two copies of what is one.
     """
+    tensors: list[tuple[str, str, Tensor]] = [("parameter", m.fqn, m.param) for m in members]
+    tensors += [("buffer", clean_name(name), buffer) for name, buffer in root.named_buffers()]
     ranges = []  # first and one past the last byte of each
-    for member in members:
-        param = member.param
-        if param.is_meta or not param.numel():
+    for kind, name, tensor in tensors:
+        if tensor.is_meta or not tensor.numel():
             continue
-        extent = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True)) + 1
-        is_dense = extent == param.numel()  # the elements of others may lie between its own
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        is_dense = extent == tensor.numel()  # the elements of others may lie between its own
         if is_dense:
-            start = param.data_ptr()
-            ranges.append((start, start + extent * param.element_size(), member.fqn))
+            start = tensor.data_ptr()
+            ranges.append((start, start + extent * tensor.element_size(), kind, name))
     ranges.sort()
-    for (_, stop, name), (start, _, other) in pairwise(ranges):
-        if start < stop:
+    for (_, stop, kind, name), (start, _, other_kind, other) in pairwise(ranges):
+        if start < stop and "parameter" in (kind, other_kind):
             raise ValueError(
-                f"Parameters `{name}` and `{other}` are two objects over the same memory, of which "
-                f"sharding would make two. Use one parameter in both places (a tied weight), or "
-                f"give each its own memory (`clone()`)."
+                f"The {kind} `{name}` and the {other_kind} `{other}` are two objects over the same "
+                f"memory, of which sharding would make two. Use one parameter in both places (a "
+                f"tied weight), or give each its own memory (`clone()`)."
             )
 
 
