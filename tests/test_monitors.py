@@ -31,6 +31,19 @@ def monitors(**options):
     return [kind(**options) for kind in kinds]
 
 
+def logging_trainer(strategy, directory, **options):
+    """A Trainer with all monitors that logs to TensorBoard."""
+    logger = TensorBoardLogger(directory, name="", version="")
+    return make_trainer(strategy, directory, logger=logger, callbacks=monitors(), **options)
+
+
+def fit_as_planned(trainer, *args):
+    """Fit; a warning that the plan does not hold is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*planned")
+        trainer.fit(*args)
+
+
 def read(directory):
     """All scalars of an event file: {tag: [(step, value), ...]}."""
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
@@ -84,27 +97,21 @@ def test_every_stage_is_logged_on_the_steps_of_the_loss(tmp_path, strategy):
 
 
 def _accumulated(directory, options):
-    trainer = make_trainer(
+    trainer = logging_trainer(
         ToyFSDPStrategy(**options),
         directory,
-        logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=monitors(),
         max_steps=4,
         max_epochs=-1,
         accumulate_grad_batches=2,
         log_every_n_steps=1,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(LitStack(), regression_data(64))
+    fit_as_planned(trainer, LitStack(), regression_data(64))
 
 
 def _interrupted(directory, options):
-    trainer = make_trainer(
+    trainer = logging_trainer(
         "toy_fsdp",
         directory,
-        logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=monitors(),
         max_steps=4,
         max_epochs=-1,
         accumulate_grad_batches=4,
@@ -112,9 +119,7 @@ def _interrupted(directory, options):
         num_sanity_val_steps=0,
         **options,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(LitStack(), regression_data(128), regression_data())
+    fit_as_planned(trainer, LitStack(), regression_data(128), regression_data())
 
 
 def test_a_validation_within_an_optimizer_step_changes_nothing_of_what_training_logs(tmp_path):
@@ -156,19 +161,15 @@ def test_planned_equals_measured_with_accumulation(tmp_path, options, transport)
 
 
 def _short_epoch(directory):
-    trainer = make_trainer(
+    trainer = logging_trainer(
         ToyFSDPStrategy(),
         directory,
-        logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=monitors(),
         max_epochs=2,
         limit_train_batches=4,
         accumulate_grad_batches=3,
         log_every_n_steps=1,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(LitStack(), regression_data(64))
+    fit_as_planned(trainer, LitStack(), regression_data(64))
 
 
 def test_the_plan_knows_of_the_short_window_at_the_end_of_an_epoch(tmp_path):
@@ -265,11 +266,9 @@ def _manual(directory):
         def configure_optimizers(self):
             return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
-    trainer = make_trainer(
+    trainer = logging_trainer(
         ToyFSDPStrategy(),
         directory,
-        logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=monitors(),
         max_epochs=1,
         limit_train_batches=4,
         log_every_n_steps=1,
@@ -356,9 +355,7 @@ def _checkpoints(directory, when, every):
         val_check_interval=4,
         log_every_n_steps=every,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(LitStack(), regression_data(64), regression_data(8))
+    fit_as_planned(trainer, LitStack(), regression_data(64), regression_data(8))
 
 
 @pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 2}], ids=["validation", "steps"])
@@ -456,17 +453,13 @@ class _Picky(LitStack):
 
 
 def _picky(directory, lr):
-    trainer = make_trainer(
+    trainer = logging_trainer(
         "toy_fsdp",
         directory,
-        logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=monitors(),
         max_steps=4,
         log_every_n_steps=1,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*planned")
-        trainer.fit(_Picky(lr=lr), regression_data())
+    fit_as_planned(trainer, _Picky(lr=lr), regression_data())
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-3], ids=["sgd", "adamw"])

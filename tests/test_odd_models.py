@@ -70,7 +70,7 @@ def overlapping():
     [
         (SparseBuffer, "buffer `adjacency` of layout torch.sparse_coo", {}),
         (overlapping, "`first` and the parameter `second` are two objects over the same", {}),
-        (Mirrored, "are two objects over the same memory", {}),
+        (Mirrored, "parameter `linear.weight` and the buffer `shown` are two objects", {}),
         (
             Stack,
             r"gives units options of their own is not supported, got \['sharding_strategy'\]",

@@ -208,9 +208,7 @@ class Monitor(Callback):
         """Log the steps since the last log, before something interrupts training."""
         if self._stage == "train" and (self.num_steps or self._is_within_step):
             values = self.measure(trainer, pl_module, "train")
-            if (
-                self._is_within_step
-            ):  # training was stopped there: what is of whole steps is unknown
+            if self._is_within_step:  # training ended there: values of whole steps are unknown
                 values = {k: None if self.is_per_step(k) else v for k, v in values.items()}
             self._pending = "train", values
         self.num_steps = 0
