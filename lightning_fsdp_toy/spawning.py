@@ -28,7 +28,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from lightning_fsdp_toy.sharding import full_state_dict
@@ -97,7 +97,7 @@ def run_processes(launcher: Any, *arguments: Any) -> Any:
         SIGTERMException: a rank was ended by SIGTERM; exits with 143.
         ProcessExitedException: a rank ended by itself or by another signal.
         ProcessRaisedException: a rank raised; with its traceback.
-        RuntimeError: all ranks ended well, but rank 0 has handed nothing back.
+        RuntimeError: rank 0 ended well, but has handed nothing back.
     """
     method, num_ranks = launcher._start_method, launcher._strategy.num_processes
     _check_missing_main_guard() if method == "spawn" else _check_bad_cuda_fork()
@@ -114,19 +114,25 @@ def run_processes(launcher: Any, *arguments: Any) -> Any:
     )
     launcher.procs = started.processes
     received: list[Any] = []  # at most one
+    early = RuntimeError(
+        f"Rank 0 of {num_ranks} ended with exit code 0 before its function returned, so there "
+        f"is no result. Look for `sys.exit` or `os._exit` in what it runs, and return instead."
+    )
     is_over = False
     while not is_over:
         try:
             is_over = started.join(timeout=_POLL_S)
         except ProcessExitedException as error:
             _explain(error, num_ranks)
+        except ProcessRaisedException as error:
+            # Ranks that lose it fail after it; those that fail first end it by a signal.
+            if started.processes[0].exitcode == 0 and not received and queue.empty():
+                raise early from error
+            raise
         if not received and not queue.empty():
             received.append(queue.get())
     if not received:
-        raise RuntimeError(
-            f"Rank 0 of {num_ranks} ended with exit code 0 before its function returned, so there "
-            f"is no result. Look for `sys.exit` or `os._exit` in what it runs, and return instead."
-        )
+        raise early
     return received[0]
 
 

@@ -44,6 +44,11 @@ from lightning_fsdp_toy import ToyFSDPFabricStrategy
 def main(fabric):
     if sys.argv[2] == "exit":
         os._exit(0)
+    if sys.argv[2] == "leave":
+        if fabric.global_rank == 0:
+            os._exit(0)
+        time.sleep(1)
+        raise ConnectionError("what a lost peer looks like")
     if sys.argv[2] == "large":
         return torch.arange(100_000)
     with open(f"pid{fabric.global_rank}", "w") as file:
@@ -87,6 +92,14 @@ def test_ranks_that_end_well_without_a_result_are_an_error(tmp_path, script):
     code, out = _run(tmp_path, script, "fork", "exit")
     assert code == 1, out
     assert "RuntimeError: Rank 0 of 2 ended with exit code 0 before its function returned" in out
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_ends_well_is_blamed_for_the_rank_that_loses_it(tmp_path):
+    code, out = _run(tmp_path, FABRIC, "fork", "leave")
+    assert code == 1, out
+    assert "RuntimeError: Rank 0 of 2 ended with exit code 0 before its function returned" in out
+    assert "what a lost peer looks like" in out
 
 
 @pytest.mark.slow
