@@ -35,14 +35,14 @@ def test_windows_keep_their_own_peaks():
 def test_memory_saved_twice_counts_once_until_both_are_gone():
     counter = MemoryCounter()
     saved = SavedBytes(counter)
-    first, second = saved.hold(1, 10), saved.hold(1, 10)
-    other = saved.hold(2, 5)
+    for ptr, num_bytes in ((1, 10), (1, 10), (2, 5)):
+        saved.hold(ptr, num_bytes)
     assert counter.held["activations"] == 15
-    del first
+    saved.free(1)
     assert counter.held["activations"] == 15
-    del second
+    saved.free(1)
     assert counter.held["activations"] == 5
-    del other
+    saved.free(2)
     assert counter.held["activations"] == 0
 
 

@@ -44,6 +44,7 @@ class CommunicationMonitor(Monitor):
         self._clock = 0.0
         # Totals and time at the end of the last training batch, until the next one begins.
         self._between: tuple[dict[tuple[str, str], CollectiveTotal], float] | None = None
+        self._num_counted = -1  # at that moment
 
     @override
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -52,6 +53,7 @@ class CommunicationMonitor(Monitor):
             self._before = ledger.totals()
         self._clock = time.perf_counter()
         self._between = (self._before, self._clock) if stage == "train" else None
+        self._num_counted = -1
 
     @override
     def pause(self, trainer: L.Trainer) -> Any:
@@ -72,11 +74,12 @@ class CommunicationMonitor(Monitor):
         if ledger is None or self._between is None:
             return
         (totals, clock), self._between = self._between, None
-        nothing = CollectiveTotal()
-        for key, total in ledger.totals().items():
-            since = total - totals.get(key, nothing)
-            if since.calls:
-                self._before[key] = self._before.get(key, nothing) + since
+        if ledger.num_counted != self._num_counted:
+            nothing = CollectiveTotal()
+            for key, total in ledger.totals().items():
+                since = total - totals.get(key, nothing)
+                if since.calls:
+                    self._before[key] = self._before.get(key, nothing) + since
         self._clock += time.perf_counter() - clock
 
     @override
@@ -85,6 +88,7 @@ class CommunicationMonitor(Monitor):
         ledger = _ledger_of(trainer)
         if ledger is not None:
             self._between = ledger.totals(), time.perf_counter()
+            self._num_counted = ledger.num_counted
 
     @override
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> Values:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -158,10 +158,12 @@ class Ledger:
 
     Attributes:
         listeners: called with every record, once its times are known.
+        num_counted: collectives that have ended, resets or not.
     """
 
     def __init__(self, max_records: int = 4096) -> None:
         self.listeners: list[Callable[[CollectiveRecord], None]] = []
+        self.num_counted = 0
         self._records: deque[CollectiveRecord] = deque(maxlen=max_records)
         self._totals: dict[tuple[str, str], CollectiveTotal] = {}
         self._unresolved: deque[_OpenOnDevice] = deque()
@@ -190,6 +192,7 @@ class Ledger:
 
     def count(self, operation: str, unit: str, payload_bytes: int, sent_bytes: int) -> None:
         """Count a collective that is over."""
+        self.num_counted += 1
         total = self._totals.get((operation, unit))
         if total is None:
             total = self._totals[operation, unit] = CollectiveTotal()
@@ -222,7 +225,8 @@ class Ledger:
     def totals(self) -> dict[tuple[str, str], CollectiveTotal]:
         """Return the totals since the last reset by (operation, unit); see ``flush``."""
         self._resolve()
-        return {key: replace(total) for key, total in self._totals.items()}
+        nothing = CollectiveTotal()
+        return {key: total + nothing for key, total in self._totals.items()}
 
     def flush(self) -> None:
         """Wait until the times of all collectives are known (on CUDA they follow later)."""

@@ -17,7 +17,6 @@ Note: kinds of memory
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 
 __all__ = ["KINDS", "MemoryCounter", "PeakWindow", "SavedBytes"]
@@ -26,13 +25,7 @@ KINDS = ("shards", "unsharded", "reduce", "gradients", "optimizer", "activations
 
 
 class PeakWindow:
-    """Largest bytes since ``restart``, of every kind and of their sum.
-
-    Attributes:
-        total_bytes: largest sum over kinds.
-        at_peak: bytes of each kind at that moment.
-        by_kind: largest bytes of each kind, each at its own moment.
-    """
+    """Largest bytes since ``restart``, of every kind and of their sum."""
 
     def __init__(self, counter: MemoryCounter) -> None:
         self._counter = counter
@@ -40,18 +33,37 @@ class PeakWindow:
 
     def restart(self) -> None:
         """Begin anew from what is held now."""
-        self.total_bytes = self._counter.total_bytes
-        self.at_peak = dict(self._counter.held)
-        self.by_kind = dict(self._counter.held)
+        self._total_bytes = self._counter.total_bytes
+        self._at_peak = dict(self._counter.held)
+        self._by_kind = dict(self._counter.held)
 
-    def note(self, kind: str) -> None:
-        """The count of ``kind`` has changed."""
-        counter = self._counter
-        if counter.held[kind] > self.by_kind[kind]:
-            self.by_kind[kind] = counter.held[kind]
-        if counter.total_bytes > self.total_bytes:
-            self.total_bytes = counter.total_bytes
-            self.at_peak = dict(counter.held)
+    @property
+    def total_bytes(self) -> int:
+        """Largest sum over kinds."""
+        self._counter.settle()
+        return self._total_bytes
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each kind at that moment."""
+        self._counter.settle()
+        return self._at_peak
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Largest bytes of each kind, each at its own moment."""
+        self._counter.settle()
+        return self._by_kind
+
+    def note(self) -> None:
+        """The count is about to fall, or somebody wants to know."""
+        counter, by_kind = self._counter, self._by_kind
+        if counter.total_bytes > self._total_bytes:
+            self._total_bytes = counter.total_bytes
+            self._at_peak = dict(counter.held)
+        for kind, num_bytes in counter.held.items():
+            if num_bytes > by_kind[kind]:
+                by_kind[kind] = num_bytes
 
 
 class MemoryCounter:
@@ -70,21 +82,30 @@ class MemoryCounter:
         self.counts_activations = False
         self.listeners: list[Callable[[float], None]] = []
         self._windows: list[PeakWindow] = []
+        self._has_risen = False  # since windows were told: they need only know where it turns
         self._own = self.open_window()
 
     def add(self, kind: str, num_bytes: int) -> None:
         """Note that ``num_bytes`` more (or, negative, fewer) bytes of ``kind`` are held."""
+        if num_bytes > 0:
+            self._has_risen = True
+        elif self._has_risen:
+            self.settle()
         self.held[kind] += num_bytes
         self.total_bytes += num_bytes
-        if num_bytes > 0:
-            for window in self._windows:
-                window.note(kind)
         for listener in self.listeners:
             listener(time.perf_counter())
 
     def set(self, kind: str, num_bytes: int) -> None:
         """Note how many bytes of ``kind`` are held."""
         self.add(kind, num_bytes - self.held[kind])
+
+    def settle(self) -> None:
+        """Bring all windows up to date."""
+        if self._has_risen:
+            self._has_risen = False
+            for window in self._windows:
+                window.note()
 
     def open_window(self) -> PeakWindow:
         """Return a new window of peaks, which begins now."""
@@ -94,10 +115,12 @@ class MemoryCounter:
 
     def reopen_window(self, window: PeakWindow) -> None:
         """Go on to keep a closed window up to date; what was held meanwhile is left out."""
+        self.settle()
         self._windows.append(window)
 
     def close_window(self, window: PeakWindow) -> None:
         """Stop to keep a window up to date."""
+        self.settle()
         if window in self._windows:
             self._windows.remove(window)
 
@@ -121,29 +144,21 @@ class SavedBytes:
 
     def __init__(self, memory: MemoryCounter) -> None:
         self._memory = memory
-        self._live: dict[int, weakref.ref[_SavedMemory]] = {}  # by address
+        self._live: dict[int, list[int]] = {}  # by address: how many hold it, its bytes
 
-    def hold(self, ptr: int, num_bytes: int) -> object:
-        """Count a memory; it counts until the last object returned for it is gone."""
-        ref = self._live.get(ptr)
-        saved = None if ref is None else ref()
-        if saved is None:
-            saved = _SavedMemory(self, ptr, num_bytes)
-            self._live[ptr] = weakref.ref(saved)
+    def hold(self, ptr: int, num_bytes: int) -> None:
+        """Count a memory; it counts until ``free`` has been called as often as this."""
+        live = self._live.get(ptr)
+        if live is None:
+            self._live[ptr] = [1, num_bytes]
             self._memory.add("activations", num_bytes)
-        return saved
+        else:
+            live[0] += 1
 
-    def free(self, ptr: int, num_bytes: int) -> None:
-        """A memory is no longer saved."""
-        self._live.pop(ptr, None)
-        self._memory.add("activations", -num_bytes)
-
-
-class _SavedMemory:
-    __slots__ = ("__weakref__", "_bytes", "_num_bytes", "_ptr")
-
-    def __init__(self, counter: SavedBytes, ptr: int, num_bytes: int) -> None:
-        self._bytes, self._ptr, self._num_bytes = counter, ptr, num_bytes
-
-    def __del__(self) -> None:
-        self._bytes.free(self._ptr, self._num_bytes)
+    def free(self, ptr: int) -> None:
+        """One that held a memory is gone."""
+        live = self._live[ptr]
+        live[0] -= 1
+        if not live[0]:
+            del self._live[ptr]
+            self._memory.add("activations", -live[1])

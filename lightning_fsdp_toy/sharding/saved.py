@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _checkpoint_hook
 
@@ -60,12 +60,27 @@ class _Handle(NamedTuple):
     version: int  # of its sharded face: a step in between would give wrong gradients
 
 
-class _Saved(NamedTuple):
+class _Saved:
     """Any other saved tensor, with the version autograd checks where there are no hooks."""
 
-    tensor: Tensor
-    version: int
-    held: object = None  # counts its memory as an activation's
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+
+class _Counted(_Saved):
+    """One whose memory counts as an activation's until autograd drops it."""
+
+    __slots__ = ("_activations", "_ptr")
+
+    def __init__(self, tensor: Tensor, activations: SavedBytes, storage: UntypedStorage) -> None:
+        super().__init__(tensor)
+        self._activations, self._ptr = activations, storage.data_ptr()
+        activations.hold(self._ptr, storage.nbytes())
+
+    def __del__(self) -> None:
+        self._activations.free(self._ptr)
 
 
 class _Foreign(NamedTuple):
@@ -116,10 +131,10 @@ class SavedTensors:
 
     def pack(self, outer: _Hooks | None, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; give others to ``outer``, or keep them."""
-        is_strided = tensor.layout is torch.strided
-        found = self._by_ptr.get(tensor.untyped_storage().data_ptr()) if is_strided else None
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        found = None if storage is None else self._by_ptr.get(storage.data_ptr())
         if found is None:
-            return self._pack_other(outer, tensor)
+            return self._pack_other(outer, tensor, storage)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
         self.root.edits.keep_before_saving(original)
@@ -137,21 +152,19 @@ class SavedTensors:
             original.sharded._version,
         )
 
-    def _pack_other(self, outer: _Hooks | None, tensor: Tensor) -> Any:
+    def _pack_other(
+        self, outer: _Hooks | None, tensor: Tensor, storage: UntypedStorage | None
+    ) -> Any:
         if outer is not None:
             pack, unpack = outer
             return _Foreign(unpack, pack(tensor))
         if tensor.grad_fn is not None:  # an output of the node: they would keep each other alive
             tensor = tensor.detach()
-        if tensor.layout is not torch.strided:
+        if storage is None:
             return tensor
-        if not self.root.memory.counts_activations:
-            return _Saved(tensor, tensor._version)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._shards:
-            return _Saved(tensor, tensor._version)
-        held = self._activations.hold(storage.data_ptr(), storage.nbytes())
-        return _Saved(tensor, tensor._version, held)
+        if not self.root.memory.counts_activations or storage.data_ptr() in self._shards:
+            return _Saved(tensor)
+        return _Counted(tensor, self._activations, storage)
 
     @cached_property
     def _shards(self) -> set[int]:
@@ -163,12 +176,12 @@ class SavedTensors:
         if isinstance(packed, _Handle):
             return self._unpack_handle(packed)
         if isinstance(packed, _Saved):
-            tensor, version, _ = packed
-            if tensor._version != version:
+            tensor = packed.tensor
+            if tensor._version != packed.version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {tensor.type()} {list(tensor.shape)} is at version "
-                    f"{tensor._version}; expected version {version} instead."
+                    f"{tensor._version}; expected version {packed.version} instead."
                 )
             return tensor
         if isinstance(packed, _Foreign):
