@@ -33,12 +33,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["RankError", "Rank", "run_ranks", "redirect_output"]
+__all__ = ["LOST_PEER", "Rank", "RankError", "redirect_output", "run_ranks"]
 
 logger = logging.getLogger(__name__)
 
 _BLAME_GRACE_S = 1.0  # how long a rank that lost its peer waits for that peer's death to be seen
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "recvValue failed", "has left: ")
+LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "recvValue failed", "has left: ")
 PRELOADED = ["lightning_fsdp_toy.launch", "lightning_fsdp_toy.tasks.fit"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -232,7 +232,7 @@ class _ErrorReport:
             early = RuntimeError("the rank called `sys.exit` before its job was done")
             error = early.with_traceback(trace)
         text = "".join(traceback.format_exception(error))
-        is_lost_peer = any(sign in str(error) for sign in _LOST_PEER)
+        is_lost_peer = any(sign in str(error) for sign in LOST_PEER)
         report = {
             "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "when": time.time(),

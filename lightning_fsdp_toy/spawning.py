@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
@@ -31,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
+from lightning_fsdp_toy.processes import LOST_PEER
 from lightning_fsdp_toy.sharding import full_state_dict
 
 __all__ = ["ShardedLauncher", "run_processes"]
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.1
+_GRACE_S = 5.0
 
 
 class ShardedLauncher(_MultiProcessingLauncher):
@@ -125,15 +128,28 @@ def run_processes(launcher: Any, *arguments: Any) -> Any:
         except ProcessExitedException as error:
             _explain(error, num_ranks)
         except ProcessRaisedException as error:
-            # Ranks that lose it fail after it; those that fail first end it by a signal.
-            if started.processes[0].exitcode == 0 and not received and queue.empty():
+            has_left = started.processes[0].exitcode == 0 and not received and queue.empty()
+            if has_left and any(sign in str(error) for sign in LOST_PEER):
                 raise early from error
             raise
         if not received and not queue.empty():
             received.append(queue.get())
+        if not received and started.processes[0].exitcode == 0 and queue.empty():
+            _end(started.processes)  # they would wait for rank 0
+            raise early
     if not received:
         raise early
     return received[0]
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """End processes, by force if they do not end when told to."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(timeout=_GRACE_S)
+        process.kill()
+        process.join()
 
 
 def _explain(error: ProcessExitedException, num_ranks: int) -> NoReturn:

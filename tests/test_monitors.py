@@ -473,24 +473,40 @@ def test_the_plan_of_optimizer_state_follows_groups_and_frozen_parameters(tmp_pa
 class StopAfter(L.Callback):
     """Stops training after some batches."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        trainer.should_stop = batch_idx == 7
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer, *_):
+        self.batches -= 1
+        trainer.should_stop = self.batches == 0
 
 
-def _stopped(directory):
+def _stopped(directory, batches, every_n_steps, ckpt_path=None, max_epochs=1):
     trainer = make_trainer(
         "toy_fsdp",
         directory,
         logger=TensorBoardLogger(directory, name="", version=""),
-        callbacks=[*monitors(every_n_steps=10), StopAfter()],
+        callbacks=[*monitors(every_n_steps=every_n_steps), StopAfter(batches)],
         accumulate_grad_batches=3,
+        max_epochs=max_epochs,
     )
-    trainer.fit(LitStack(), regression_data(128))
+    trainer.fit(LitStack(), regression_data(128), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(f"{directory}/saved.ckpt")
 
 
 def test_training_stopped_within_an_optimizer_step_logs_what_it_knows(tmp_path):
-    run_ranks(_stopped, 2, str(tmp_path))
+    run_ranks(_stopped, 2, str(tmp_path), 8, 2)
     scalars = read(tmp_path)
-    assert [step for step, _ in scalars["memory/tensors_mib"]] == [1]
+    # Two whole steps, then the one that was not ended.
+    assert [step for step, _ in scalars["memory/tensors_mib"]] == [1, 2]
+    assert [step for step, _ in scalars["comm/total_mib"]] == [1]
+
+
+def test_a_resumed_run_that_stops_at_once_logs_at_the_step_where_it_stands(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(_stopped, 2, str(first), 99, 10)  # 16 batches
+    run_ranks(_stopped, 2, str(second), 1, 10, f"{first}/saved.ckpt", 2)
+    scalars = read(second)
+    assert [step for step, _ in scalars["memory/tensors_mib"]] == [6]
     assert "throughput/samples_per_s" in scalars and "comm/overlap" in scalars
     assert not {"throughput/step_s", "comm/total_mib", "plan/shards_mib"} & set(scalars)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -65,12 +66,66 @@ def overlapping():
     return SharedMemory(True)
 
 
+class Aliased(nn.Module):
+    """A weight and some buffers, of any memory."""
+
+    def __init__(self, weight, *buffers):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        for name, buffer in zip(("shown", "next", "last"), buffers, strict=False):
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def strided_alias():
+    weight = torch.randn(4, 4)
+    return Aliased(weight, weight[:, :2])
+
+
+def expanded_alias():
+    weight = torch.randn(1)
+    return Aliased(weight, weight.expand(4))
+
+
+def gapped_parameter():
+    memory = torch.randn(4, 8)
+    return Aliased(memory[:, :4], memory)
+
+
+def hidden_alias():
+    memory = torch.randn(100)  # others lie between the two in the order of addresses
+    return Aliased(memory[50:66].view(4, 4), memory, memory[:10], memory[20:30])
+
+
+def _columns():
+    torch.manual_seed(dist.get_rank())
+    memory = torch.randn(4, 8)
+    lazy = torch.randn(4, dtype=torch.cfloat)
+    model = Aliased(memory[:, ::2], memory[:, 1::2], lazy.conj(), lazy.conj().imag)
+    model.register_buffer("spaced", torch.randn(8)[::2])
+    model.register_buffer("diagonal", torch.randn(4, 4).diagonal())
+    fully_shard(model)
+    assert full_parameters(model)["weight"].shape == (4, 4)
+    return [buffer.resolve_conj().tolist() for buffer in model.buffers()]
+
+
+def test_tensors_between_each_other_are_none_of_others_and_any_buffer_is_kept_equal():
+    first, second = run_ranks(_columns, 2)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "make, text, options",
     [
         (SparseBuffer, "buffer `adjacency` of layout torch.sparse_coo", {}),
         (overlapping, "`first` and the parameter `second` are two objects over the same", {}),
         (Mirrored, "parameter `linear.weight` and the buffer `shown` are two objects", {}),
+        (strided_alias, "are two objects over the same memory", {}),
+        (expanded_alias, "are two objects over the same memory", {}),
+        (gapped_parameter, "are two objects over the same memory", {}),
+        (hidden_alias, "buffer `shown` and the parameter `weight` are two objects", {}),
         (
             Stack,
             r"gives units options of their own is not supported, got \['sharding_strategy'\]",

@@ -46,9 +46,9 @@ def main(fabric):
         os._exit(0)
     if sys.argv[2] == "leave":
         if fabric.global_rank == 0:
-            os._exit(0)
-        time.sleep(1)
-        raise ConnectionError("what a lost peer looks like")
+            sys.exit(0)
+        fabric.barrier()
+        time.sleep(60)
     if sys.argv[2] == "large":
         return torch.arange(100_000)
     with open(f"pid{fabric.global_rank}", "w") as file:
@@ -95,11 +95,10 @@ def test_ranks_that_end_well_without_a_result_are_an_error(tmp_path, script):
 
 
 @pytest.mark.slow
-def test_a_rank_0_that_ends_well_is_blamed_for_the_rank_that_loses_it(tmp_path):
+def test_nobody_waits_for_a_rank_0_that_has_left(tmp_path):
     code, out = _run(tmp_path, FABRIC, "fork", "leave")
     assert code == 1, out
     assert "RuntimeError: Rank 0 of 2 ended with exit code 0 before its function returned" in out
-    assert "what a lost peer looks like" in out
 
 
 @pytest.mark.slow

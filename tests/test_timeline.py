@@ -75,6 +75,7 @@ def test_every_rank_has_its_lanes_in_one_file(tmp_path):
         counters = [e for e in events if e["ph"] == "C" and e["pid"] == rank]
         assert all(set(e["args"]) == set(KINDS) for e in counters)
         assert min(e["args"]["shards"] for e in counters) > 0
+    assert min(event["ts"] for event in events if "ts" in event) == 0
 
 
 class Unprepared(LitStack):

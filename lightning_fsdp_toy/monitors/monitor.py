@@ -212,7 +212,8 @@ class Monitor(Callback):
                 values = {k: None if self.is_per_step(k) else v for k, v in values.items()}
             self._pending = "train", values
         self.num_steps = 0
-        self._flush_after_last(trainer, self._last_step)
+        step = _loss_step(trainer) if self._is_within_step else self._last_step
+        self._flush_after_last(trainer, step)
 
     def _end_evaluation(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.num_steps:

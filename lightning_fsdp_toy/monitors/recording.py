@@ -105,6 +105,7 @@ class StepRecorder(Callback):
         if root is not None and self.begins(trainer) and self._observer is None:
             names = [unit.fqn for unit in root.units]
             self.recording = Recording(trainer.global_rank, names)
+            self._start_s = time.perf_counter()
             self._observer = Observer(root.memory)
             root.observers.append(self._observer)
             root.ledger.listeners.append(self.recording.collectives.append)
@@ -115,7 +116,8 @@ class StepRecorder(Callback):
                 hooks: Any = optimizer._optimizer_step_post_hooks
                 hooks.move_to_end(after.id, last=False)
                 self._hooks.append(after)
-        self._start_s = time.perf_counter()
+        else:
+            self._start_s = time.perf_counter()
 
     def _note_begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A step begins; under automatic optimization when its closure, the backward, is over."""

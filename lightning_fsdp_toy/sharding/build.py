@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_fsdp_toy.sharding.aliases import refuse_aliases
 from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.names import clean_name
 from lightning_fsdp_toy.sharding.policy import WrapPolicy, select_units
@@ -121,7 +121,7 @@ def plan_units(root: nn.Module, policy: WrapPolicy) -> tuple[list[UnitPlan], dic
         plans[indices.pop() if len(indices) == 1 else 0].members.append(member)
     for plan in plans:
         _check_shapes(plan)
-    _check_memory(list(members.values()), root)
+    refuse_aliases([(m.fqn, m.param) for m in members.values()], root)
     return plans, unit_of
 
 
@@ -182,33 +182,6 @@ def _check_shapes(plan: UnitPlan) -> None:
                 f"Parameter `{member.fqn}` is a {type(member.param.data).__name__} of layout "
                 f"{member.param.layout}: only plain dense tensors can be sharded. Register it as a "
                 f"buffer, or make it dense."
-            )
-
-
-def _check_memory(members: list[Member], root: nn.Module) -> None:
-    """Refuse parameters that share memory with others, or with a buffer, without being one.
-
-    Raises:
-        ValueError: one does: sharding would make two copies of what is one.
-    """
-    tensors: list[tuple[str, str, Tensor]] = [("parameter", m.fqn, m.param) for m in members]
-    tensors += [("buffer", clean_name(name), buffer) for name, buffer in root.named_buffers()]
-    ranges = []  # first and one past the last byte of each
-    for kind, name, tensor in tensors:
-        if tensor.is_meta or not tensor.numel():
-            continue
-        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        is_dense = extent == tensor.numel()  # the elements of others may lie between its own
-        if is_dense:
-            start = tensor.data_ptr()
-            ranges.append((start, start + extent * tensor.element_size(), kind, name))
-    ranges.sort()
-    for (_, stop, kind, name), (start, _, other_kind, other) in pairwise(ranges):
-        if start < stop and "parameter" in (kind, other_kind):
-            raise ValueError(
-                f"The {kind} `{name}` and the {other_kind} `{other}` are two objects over the same "
-                f"memory, of which sharding would make two. Use one parameter in both places (a "
-                f"tied weight), or give each its own memory (`clone()`)."
             )
 
 
@@ -318,16 +291,22 @@ def broadcast_buffers(buffers: list[Tensor], transport: Transport) -> None:
     """Overwrite every rank's buffers with rank 0's, as one message of bytes."""
     if transport.world_size == 1 or not buffers:
         return
-    parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+    parts = [_bytes_of(buffer) for buffer in buffers]
     message = torch.cat(parts)
     transport.broadcast_(message, "<buffers>")
     if transport.rank > 0:
         received = message.split([part.numel() for part in parts])
         for buffer, data in zip(buffers, received, strict=True):
-            if not torch.equal(data, buffer.detach().reshape(-1).view(torch.uint8)):
+            if not torch.equal(data, _bytes_of(buffer)):
                 # Only then: a buffer may be saved for a backward that is still to come. A clone
                 # starts at an aligned address, as the view to a wider dtype demands.
                 buffer.copy_(data.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    """Its elements in row-major order, as 1D bytes; of a lazy conjugate those it stands for."""
+    whole = buffer.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.reshape(-1).view(torch.uint8)
 
 
 def _check_ranks_agree(plans: list[UnitPlan], transport: Transport) -> None:

@@ -59,8 +59,9 @@ class PeakWindow:
         """The count is about to fall, or somebody wants to know."""
         counter, by_kind = self._counter, self._by_kind
         if counter.total_bytes > self._total_bytes:
-            self._total_bytes = counter.total_bytes
-            self._at_peak = dict(counter.held)
+            held = dict(counter.held)  # may collect garbage, which is counted before it goes
+            if sum(held.values()) > self._total_bytes:
+                self._total_bytes, self._at_peak = sum(held.values()), held
         for kind, num_bytes in counter.held.items():
             if num_bytes > by_kind[kind]:
                 by_kind[kind] = num_bytes
@@ -103,9 +104,9 @@ class MemoryCounter:
     def settle(self) -> None:
         """Bring all windows up to date."""
         if self._has_risen:
-            self._has_risen = False
             for window in self._windows:
                 window.note()
+            self._has_risen = False
 
     def open_window(self) -> PeakWindow:
         """Return a new window of peaks, which begins now."""
