@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp_toy.sharding import fully_shard, get_root, mesh
 from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
-from lightning_fsdp_toy.sharding.native import NativeTransport
-from lightning_fsdp_toy.sharding.pairwise import StagedTransport
+from lightning_fsdp_toy.sharding.transports.native import NativeTransport
+from lightning_fsdp_toy.sharding.transports.pairwise import StagedTransport
 from tests.core_helpers import (
     Stack,
     assert_equal,

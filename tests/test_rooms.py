@@ -9,7 +9,7 @@ import lightning_fsdp_toy
 
 PACKAGE = Path(lightning_fsdp_toy.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARDING = sorted((PACKAGE / "sharding").glob("*.py"))
+SHARDING = sorted((PACKAGE / "sharding").rglob("*.py"))
 MODELS = sorted((PACKAGE / "models").glob("*.py"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fsdp_toy.planner.formulas import FlatSize, ShardingSizes
 from lightning_fsdp_toy.sharding import RootState
-from lightning_fsdp_toy.sharding.native import NativeTransport
+from lightning_fsdp_toy.sharding.transports.native import NativeTransport
 
 __all__ = ["read_sizes"]
 

@@ -1,11 +1,11 @@
 """All-gather, reduce-scatter and all-reduce over flat tensors.
 
 Note: two transports
-    **Native** (``native.py``) hands a whole buffer to the process group (NCCL does it in place and
-    well).
-    **Pairwise** (``pairwise.py``) is for gloo, whose reduce-scatter is an all-reduce and a copy
-    (twice the bytes) and whose all-gather goes through a full-size temporary. Every rank sends each
-    peer exactly what that peer needs, straight out of the buffer, and receives in place::
+    One file each in ``transports/``. **Native** hands a whole buffer to the process group (NCCL
+    does it in place and well).
+    **Pairwise** is for gloo, whose reduce-scatter is an all-reduce and a copy (twice the bytes) and
+    whose all-gather goes through a full-size temporary. Every rank sends each peer exactly what
+    that peer needs, straight out of the buffer, and receives in place::
 
         all-gather        rank r sends its shard to every peer; receives peer p's at p's place
         reduce-scatter    rank r sends peer p the part of its gradients that p keeps, in segments;

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
 from lightning_fsdp_toy.sharding.ledger import Ledger
-from lightning_fsdp_toy.sharding.native import LocalTransport, NativeTransport
 from lightning_fsdp_toy.sharding.options import check_device_mesh
-from lightning_fsdp_toy.sharding.pairwise import PairwiseTransport, StagedTransport
+from lightning_fsdp_toy.sharding.transports.native import LocalTransport, NativeTransport
+from lightning_fsdp_toy.sharding.transports.pairwise import PairwiseTransport, StagedTransport
 
 __all__ = ["RankMesh", "make_mesh", "make_transport"]
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fsdp_toy.sharding import mesh
 from lightning_fsdp_toy.sharding.collectives import Transport
-from lightning_fsdp_toy.sharding.native import LocalTransport, NativeTransport
+from lightning_fsdp_toy.sharding.transports.native import LocalTransport, NativeTransport
 from tests.ranks import run_ranks
 
 GROUPS = [("nccl", 1), ("gloo", 2)]  # gloo lets two ranks share a GPU

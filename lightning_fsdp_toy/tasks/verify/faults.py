@@ -13,9 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fsdp_toy.sharding import RootState, pairwise
+from lightning_fsdp_toy.sharding import RootState
 from lightning_fsdp_toy.sharding.collectives import Work
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.transports import pairwise
 from lightning_fsdp_toy.strategy import ToyFSDPStrategy
 
 __all__ = ["Fault", "WrongBitInGather", "WrongBitInShard", "WrongOrder", "make_fault"]

@@ -1,0 +1,1 @@
+"""How bytes move between ranks: one class for each way (see ``collectives.Transport``)."""
