@@ -14,7 +14,7 @@ from lightning_fsdp_toy.fsdp_arguments import (
     precision_policy,
     strategy_name,
 )
-from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, ShardingOptions
+from lightning_fsdp_toy.sharding.options import SHARDING_STRATEGIES, TRANSPORTS, ShardingOptions
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 
 __all__ = ["check_choice", "convert_arguments", "register", "sharding_options"]
@@ -51,7 +51,7 @@ def convert_arguments(strategy: Any, start_method: str) -> None:
     strategy.allow_optimizers = optimizer_classes(strategy.allow_optimizers)
     check_choice("sharding_strategy", strategy.sharding_strategy, SHARDING_STRATEGIES)
     check_choice("state_dict_type", strategy.state_dict_type, ("full", "sharded"))
-    check_choice("transport", strategy.transport, ("auto", "native", "pairwise"))
+    check_choice("transport", strategy.transport, TRANSPORTS)
     check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
     reentrant = strategy.activation_checkpointing_reentrant
     if not isinstance(reentrant, bool):

@@ -51,6 +51,7 @@ from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
 from lightning_fsdp_toy.sharding.optim import check_optimizer, tell_of_steps, whole_shapes_for
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
+from lightning_fsdp_toy.sharding.transports.shared_memory import share_memory, stop_sharing
 from lightning_fsdp_toy.sharding.whole import hold_unsharded, restore
 from lightning_fsdp_toy.steps import ShardedSteps
 from lightning_fsdp_toy.trainer_adapter import adapt_trainer, prepare_trainer, warn_of_idle_options
@@ -89,7 +90,8 @@ class ToyFSDPStrategy(
             never holds whole gradients) or the ``"last_micro_batch"`` (fewer bytes, more memory:
             the whole gradients in the reduce dtype).
         transport: how bytes move: ``"native"`` collectives of the process group, ``"pairwise"``
-            messages (gloo), or ``"auto"``: native on NCCL, pairwise on gloo.
+            messages (gloo), ``"shared_memory"`` of one machine's ranks (CPU), or ``"auto"``: native
+            on NCCL, else shared memory where it can be, pairwise where not.
         allow_optimizers: optimizer classes you vouch update every element on its own.
         timeout: longest wait for another rank, in any collective; None: 30 minutes.
         debug: log the units, compare every collective with the other ranks' before it starts, warn
@@ -119,7 +121,7 @@ class ToyFSDPStrategy(
         device_mesh: tuple[int, int] | None = None,
         num_prefetch: int = 1,
         gradient_sync: Literal["every_micro_batch", "last_micro_batch"] = "every_micro_batch",
-        transport: Literal["auto", "native", "pairwise"] = "auto",
+        transport: Literal["auto", "native", "pairwise", "shared_memory"] = "auto",
         allow_optimizers: tuple[type[Optimizer], ...] = (),
         timeout: timedelta | None = timedelta(minutes=30),
         debug: bool = False,
@@ -229,6 +231,7 @@ class ToyFSDPStrategy(
             root = get_root(model)
             if self._fits(root):
                 root.settle()
+                share_memory(root)
             else:
                 restore(root)
         apply_activation_checkpointing(
@@ -291,6 +294,7 @@ class ToyFSDPStrategy(
             self.root.settle()
             for unit in self.root.units:
                 unit.drop_kept()
+            stop_sharing(self.root)
             take_back_fp32_vectors(self.lightning_module)
         self._end_compiled_run()
         self.end_watch()

@@ -110,6 +110,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_prefetch": 0},
     {"transport": "native"},
+    {"transport": "pairwise"},
     {"sharding_strategy": "SHARD_GRAD_OP"},
 ]
 

@@ -72,10 +72,10 @@ def test_bytes_of_hybrid_shard_are_those_of_the_formulas():
         assert min(counted.values()) > 0
 
 
-def _records():
+def _records(transport):
     torch.manual_seed(0)
     model = GPT(vocab_size=17, d_model=16, nhead=2, num_layers=2, max_seq_len=8)
-    fully_shard(model)
+    fully_shard(model, transport=transport)
     root = get_root(model)
     tokens = torch.randint(0, 17, (2, 8))
     model(tokens).sum().backward()
@@ -87,15 +87,17 @@ def _records():
     return [tuple(r) for r in root.ledger.records], sizes, before, after
 
 
-def test_every_collective_is_recorded_with_its_bytes_and_times():
-    for records, sizes, before, after in run_ranks(_records, 2):
+@pytest.mark.parametrize("transport", ["pairwise", "shared_memory"])
+def test_every_collective_is_recorded_with_its_bytes_and_times(transport):
+    for records, sizes, before, after in run_ranks(_records, 2, transport):
         gathers = [record for record in records if record[0] == "all_gather"]
         reductions = [record for record in records if record[0] == "reduce_scatter"]
         assert {record[1] for record in reductions} == set(sizes)
         assert len(gathers) == 2 * len(sizes) - 2  # root and last unit are gathered once
-        for operation, unit, payload, sent, start, end, waited in records:
+        for operation, unit, payload, sent, start, end, waited, wire in records:
             if operation in ("all_gather", "reduce_scatter"):
                 assert payload == 4 * sizes[unit] == 2 * sent
+                assert wire == (sent if transport == "pairwise" else 0)
             assert before <= start <= end <= after
             assert 0 <= waited <= end - start
 

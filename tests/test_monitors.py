@@ -143,14 +143,14 @@ def test_a_validation_within_an_optimizer_step_changes_nothing_of_what_training_
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
 
 
-@pytest.mark.parametrize("transport", ["pairwise", "native"])
+@pytest.mark.parametrize("transport", ["pairwise", "native", "shared_memory"])
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, HYBRID], ids=str)
 def test_planned_equals_measured_with_accumulation(tmp_path, options, transport):
     world_size = 4 if options is HYBRID else 2
     run_ranks(_accumulated, world_size, str(tmp_path), {**options, "transport": transport})
     scalars = read(tmp_path)
     compared = [tag for tag in scalars if tag.startswith("plan/") and "peak" not in tag]
-    assert len(compared) == 8
+    assert len(compared) == 9
     for tag in compared:
         name = tag.removeprefix("plan/")
         measured = scalars.get(f"memory/{name}") or scalars.get(f"comm/{name}")

@@ -65,7 +65,7 @@ def _step(options, precision, batch_size, micro_batches=1):
     torch.manual_seed(0)
     model = Loss()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision) if precision else None)
-    fully_shard(model, mixed_precision=policy, **options)
+    fully_shard(model, mixed_precision=policy, transport="pairwise", **options)
     root = get_root(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1))

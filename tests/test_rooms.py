@@ -10,7 +10,7 @@ import lightning_fsdp_toy
 PACKAGE = Path(lightning_fsdp_toy.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 SHARDING = sorted((PACKAGE / "sharding").rglob("*.py"))
-MODELS = sorted((PACKAGE / "models").glob("*.py"))
+MODELS = sorted((PACKAGE / "models").rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:

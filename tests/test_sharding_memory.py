@@ -42,7 +42,7 @@ def _live_bytes_over_a_step(optimizer, options):
 
     # Before sharding: of the hooks on its output this one runs first.
     model[2].register_forward_hook(lambda _m, _a, output: output.register_hook(look) and None)
-    fully_shard(model, **options)
+    fully_shard(model, transport="pairwise", **options)
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
     opt = make(model.parameters(), lr=0.1)
     model[3].register_forward_pre_hook(lambda *_: seen.update(mid_forward=live_bytes()))

@@ -109,7 +109,10 @@ def test_a_policy_that_names_an_absent_class_is_refused(policy):
     ("options", "message"),
     [
         ({"sharding_strategy": "ZERO3"}, "expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"),
-        ({"transport": "pigeon"}, "`transport`: expected 'auto', 'native' or 'pairwise'"),
+        (
+            {"transport": "pigeon"},
+            "`transport`: expected one of auto, native, pairwise, sh",
+        ),
         ({"auto_wrap_policy": "Block"}, r"write \['Block'\]"),
         ({"auto_wrap_policy": 3}, "expected 'auto', None, classes"),
     ],

@@ -224,7 +224,7 @@ def test_states_of_a_unit_follow_its_events():
     recording = Recording(0, ["u"], steps=[Span("batch 0", 0.0, 10.0)])
     whats = ["gather", "unsharded", "forward", "end_forward", "sharded"]
     recording.events = [UnitEvent(1.0 + number, "u", what) for number, what in enumerate(whats)]
-    recording.collectives = [CollectiveRecord("reduce_scatter", "u", 8, 4, 6.0, 7.0, 0.5)]
+    recording.collectives = [CollectiveRecord("reduce_scatter", "u", 8, 4, 6.0, 7.0, 0.5, 4)]
     assert [(s.name, s.start_s, s.end_s) for s in unit_spans(recording, "u")] == [
         ("sharded", 0.0, 1.0),
         ("all-gather", 1.0, 2.0),

@@ -550,7 +550,7 @@ def test_short_windows_train_as_on_one_process_in_both_modes(
 def _peaks(mode: str, sharding: str, directory: Path) -> tuple[int, int, int]:
     torch.manual_seed(0)
     module = LitStack(nn.Sequential(nn.Linear(5, 64), *_wide(), nn.Linear(64, 3)))
-    strategy = ToyFSDPStrategy(gradient_sync=mode, sharding_strategy=sharding)
+    strategy = ToyFSDPStrategy(gradient_sync=mode, sharding_strategy=sharding, transport="pairwise")
     trainer = make_trainer(strategy, directory, accumulate_grad_batches=4)
     trainer.fit(module, regression_data())
     root = get_root(module)

@@ -153,7 +153,7 @@ BAD_INPUT = {
     "verify.plant=foo": "`verify.plant=foo`: expected null or shard or order or weight",
     "verify.plant=order verify.rows=[a]": "`verify.plant=order` needs row e in `verify.rows`",
     "verify.plant=weight verify.rows=[b]": "`verify.plant=weight` needs row a in `verify.rows`",
-    "verify.plant=order strategy.transport=native": "needs `strategy.transport=pairwise`",
+    "verify.plant=order strategy.transport=native": "needs a transport that adds in rank order",
     "+verify.foo=1": "`verify`: expected the keys steps, rows, optimizers, plant",
     "strategy=ddp": "compares `toy_fsdp` with the others; use `strategy=toy_fsdp`",
     "precision=bf16-mixed": "`precision=bf16-mixed`: `task=verify` compares with a plain loop",

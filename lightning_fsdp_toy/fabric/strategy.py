@@ -69,7 +69,7 @@ class ToyFSDPFabricStrategy(ShardedModels, FabricCheckpointing):
             directories to which every rank writes its shards. Either can be read.
         device_mesh: ``(replicas, shards)`` for ``HYBRID_SHARD``; None: one shard group per machine.
         num_prefetch: units gathered ahead of need; 0: no overlap.
-        transport: ``"native"``, ``"pairwise"`` or ``"auto"``.
+        transport: ``"native"``, ``"pairwise"``, ``"shared_memory"`` or ``"auto"``.
         allow_optimizers: optimizer classes you vouch update every element on its own.
         timeout: longest wait for another rank, in any collective; None: 30 minutes.
         debug: log the units, compare every collective with the other ranks', see ``fully_shard``.

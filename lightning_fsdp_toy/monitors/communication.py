@@ -21,8 +21,9 @@ class CommunicationMonitor(Monitor):
     """Logs `comm/*` under this package's strategy: means over the steps since the last log.
 
     =========================  ===================================================================
-    `<operation>_mib`          sent by a rank in an optimizer step (in other stages: in a batch)
+    `<operation>_mib`          that others get of a rank in an optimizer step (else: in a batch)
     `total_mib`                sum of all operations
+    `wire_mib`                 of these, what the process group carried (in shared memory: none)
     `by_unit/<unit>_mib`       the same by unit, all operations
     `exposed_wait_ms`          how long the training thread waited for collectives in a step
     `exposed_fraction`         part of the wall time that this is
@@ -116,6 +117,7 @@ class CommunicationMonitor(Monitor):
             for name in _OPERATIONS
         }
         values["total_mib"] = sent() / steps / MIB
+        values["wire_mib"] = sum(each.wire_bytes for each in changes.values()) / steps / MIB
         if self.by_unit:
             for flat in trainer.strategy.root.flats:  # type: ignore[attr-defined]
                 values[f"by_unit/{flat.name}_mib"] = sent(unit=flat.name) / steps / MIB

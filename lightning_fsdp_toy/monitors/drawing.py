@@ -77,7 +77,7 @@ def memory_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
         planned: bytes by kind, as ``monitors.planned.plan`` returns them.
     """
     start_s, end_s = recording.steps[0].start_s, recording.steps[-1].end_s
-    order = ("shards", "optimizer", "gradients", "unsharded", "reduce", "activations")
+    order = ("shards", "optimizer", "gradients", "unsharded", "reduce", "pool", "activations")
     times = [1e3 * (max(sample.time_s, start_s) - start_s) for sample in recording.samples]
     times.append(1e3 * (end_s - start_s))
     held = [dict(zip(KINDS, sample.held, strict=True)) for sample in recording.samples]
@@ -88,7 +88,7 @@ def memory_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
         times,
         series,
         labels=order,
-        colors=[COLORS[index] for index in (0, 2, 3, 4, 5, 7)],
+        colors=[COLORS[index] for index in (0, 2, 3, 4, 5, 6, 7)],
         step="post",
     )
     if "peak" in planned:

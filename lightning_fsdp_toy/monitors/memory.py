@@ -22,6 +22,7 @@ class MemoryMonitor(Monitor):
     `shards_mib`                master weights
     `unsharded_mib`             gathered weights
     `reduce_mib`                buffers that gradients are reduced in
+    `pool_mib`                  memory kept for these two that nothing is in (shared memory)
     `gradients_mib`             gradients that the optimizer sees
     `optimizer_mib`             optimizer state
     `activations_mib`           what autograd saved for backward
@@ -34,7 +35,7 @@ class MemoryMonitor(Monitor):
 
     Under other strategies than this package's `shards_mib` is what this rank holds of the weights,
     and gradients are counted once between logs, before a step; there is no `unsharded_mib`,
-    `reduce_mib`, `activations_mib` and `tensors_mib`.
+    `reduce_mib`, `pool_mib`, `activations_mib` and `tensors_mib`.
 
     Args:
         every_n_steps: see `Monitor`.

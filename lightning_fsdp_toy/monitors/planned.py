@@ -26,7 +26,7 @@ _STATES: dict[type[torch.optim.Optimizer], int] = {
     torch.optim.SGD: 0,
 }
 _CHARTS = {
-    "memory": ("shards", "unsharded", "reduce", "gradients", "optimizer"),
+    "memory": ("shards", "unsharded", "reduce", "pool", "gradients", "optimizer"),
     "comm": ("all_gather", "reduce_scatter", "all_reduce"),
 }
 
@@ -144,6 +144,7 @@ def plan(
     planned: dict[str, float] = {
         "shards": sizes.shards_bytes,
         "unsharded": sizes.unsharded_peak_bytes,
+        "pool": sizes.pool_bytes,
         "gradients": sizes.gradients_bytes,
         **{name: num_bytes / steps for name, num_bytes in sent.items()},
     }

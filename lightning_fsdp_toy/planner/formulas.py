@@ -17,6 +17,9 @@ Note: the formulas
     Held by a rank: shards P b_m / N; gradients P b_G / N from backward to ``zero_grad``; unsharded
     at most the root and 1 + k units that follow each other (SHARD_GRAD_OP: all); reduce buffers at
     most the root's, one that fills and m under way, which receive f_N of their bytes from peers.
+    With shared memory nothing is received, and a rank keeps a pool for all these: the root's, and
+    of the largest unit 1 + k (SHARD_GRAD_OP: 0) unsharded and 1 + m reduce buffers
+    (frozen parameters apart, which need none).
 
     Sources: ZeRO (arXiv 1910.02054) for what is divided, PyTorch FSDP (arXiv 2304.11277) for the
     second all-gather; the rest follows from this package's order of work, which ``residency.py``
@@ -46,6 +49,8 @@ class FlatSize:
         compute_bytes: b_c, of an element that forward sees.
         reduce_bytes: b_r, of an element of the reduce buffer.
         is_trainable: whether it gets gradients.
+        is_reserved: whether a pool of memory has reduce buffers for it: it was trainable when the
+            pool was made.
     """
 
     name: str
@@ -56,6 +61,7 @@ class FlatSize:
     compute_bytes: int
     reduce_bytes: int
     is_trainable: bool
+    is_reserved: bool = True
 
 
 class Phase(NamedTuple):
@@ -69,6 +75,8 @@ class Phase(NamedTuple):
         unsharded: largest sum of unsharded buffers.
         reduce: of reduce buffers and what reductions receive.
         gradients: of gradient shards.
+        received: of ``reduce``, what lies beside the buffers.
+        pool: memory kept for buffers that nothing is in (shared memory).
     """
 
     direction: str
@@ -76,11 +84,13 @@ class Phase(NamedTuple):
     unsharded: int
     reduce: int
     gradients: int
+    received: int = 0
+    pool: int = 0
 
     @property
     def held(self) -> int:
-        """All three."""
-        return self.unsharded + self.reduce + self.gradients
+        """Everything."""
+        return self.unsharded + self.reduce + self.gradients + self.pool
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,8 @@ class ShardingSizes:
         num_shards: N, ranks of a shard group.
         num_replicas: R, shard groups.
         num_prefetch: k.
-        transport: ``pairwise`` (a reduction receives what peers send beside its buffer) or
-            ``native``.
+        transport: ``pairwise`` (a reduction receives what peers send beside its buffer),
+            ``native`` or ``shared_memory`` (nothing is received, buffers are kept).
     """
 
     flats: tuple[FlatSize, ...]
@@ -166,6 +176,22 @@ class ShardingSizes:
         return states * sum(flat.own_numel * flat.master_bytes for flat in trained) + scalars
 
     @property
+    def pool_bytes(self) -> int:
+        """What a rank keeps for buffers between steps: with shared memory only."""
+        if self.transport != "shared_memory" or self.num_shards == 1:
+            return 0
+        total = sum(self._gathered(f) + self._reserved(f) for f in self._of(0))
+        units = [self._of(unit) for unit in self._units]
+        num_slots = 1 + self.num_prefetch if self._reshards else 0
+        num_buffers = 2 if self.num_prefetch else 1
+        for kind in range(max(map(len, units), default=0)):  # units reuse those of their kind
+            alike = [unit[kind] for unit in units if len(unit) > kind]
+            reserved = [self._reserved(flat) for flat in alike if flat.is_reserved]
+            total += min(num_slots, len(alike)) * max(map(self._gathered, alike))
+            total += min(num_buffers, len(reserved)) * max(reserved, default=0)
+        return total
+
+    @property
     def unsharded_peak_bytes(self) -> int:
         """Largest sum of unsharded buffers."""
         return max(phase.unsharded for phase in self.phases())
@@ -222,15 +248,22 @@ class ShardingSizes:
             forward.append(Phase("forward", at + 1, root + sum(sizes[low : at + 1 + k]), 0, old))
         kept = sum(sizes[-1:]) if self._reshards else sum(sizes)
         forward.append(Phase("forward", last + 1, root + kept, 0, old))
-        backward = self._backward(accumulates)
-        return [*forward, *backward, Phase("step", 0, 0, 0, self.gradients_bytes)]
+        step = Phase("step", 0, 0, 0, self.gradients_bytes)
+        phases = [*forward, *self._backward(accumulates), step]
+        return [phase._replace(pool=self._idle(phase)) for phase in phases]
+
+    def _idle(self, phase: Phase) -> int:
+        """Bytes of the pool that nothing is in."""
+        root = min(self._unsharded(0), phase.unsharded)
+        gathered = phase.unsharded if self._reshards else root
+        return max(0, self.pool_bytes - gathered - (phase.reduce - phase.received))
 
     def _backward(self, accumulates: bool) -> Iterator[Phase]:
         """From the root's last operations through the units to its first."""
         root, sizes = self._unsharded(0), [self._unsharded(unit) for unit in self._units]
         last, k = len(sizes), self.num_prefetch
         ahead = sizes[max(0, last - 1 - k) :] if self._reshards else sizes
-        root_reduce, travelling = self._reduce(0), 0
+        root_reduce, travelling, received = self._reduce(0), 0, 0
         published = self.gradients_bytes if accumulates else 0
         yield Phase("backward", last + 1, root + sum(ahead), 0, published)
         yield Phase("collect", last + 1, root + sum(ahead), root_reduce, published)
@@ -238,18 +271,18 @@ class ShardingSizes:
             low = max(0, at - k) if self._reshards else 0
             unsharded = root + sum(sizes[low : at + 1])
             others, own = root_reduce + travelling, self._reduce(unit)
-            yield Phase("backward", at + 1, unsharded, others, published)
-            yield Phase("collect", at + 1, unsharded, others + own, published)
+            yield Phase("backward", at + 1, unsharded, others, published, received)
+            yield Phase("collect", at + 1, unsharded, others + own, published, received)
             published += 0 if accumulates else self._gradients(unit)
-            own += self._received(unit, accumulates)
+            received = self._received(unit, accumulates)
+            own += received
             if not k:  # without overlap it is over before the next unit computes
                 kept = unsharded - sizes[at]
-                yield Phase("reduce", at + 1, kept, others + own, published)
-            travelling = own if k else 0
-        yield Phase("backward", 0, root, root_reduce + travelling, published)
-        yield Phase(
-            "reduce", 0, 0, root_reduce + self._received(0, accumulates), self.gradients_bytes
-        )
+                yield Phase("reduce", at + 1, kept, others + own, published, received)
+            travelling, received = (own, received) if k else (0, 0)
+        yield Phase("backward", 0, root, root_reduce + travelling, published, received)
+        received = self._received(0, accumulates)
+        yield Phase("reduce", 0, 0, root_reduce + received, self.gradients_bytes, received)
 
     @property
     def _units(self) -> list[int]:
@@ -283,7 +316,8 @@ class ShardingSizes:
             return 0 if is_direct else buffer // max(shards, replicas)
         if shards == 1:
             return _sent(buffer, replicas)
-        return _sent(buffer, shards) + (buffer // shards if replicas > 1 else 0)
+        arriving = 0 if self.transport == "shared_memory" else _sent(buffer, shards)
+        return arriving + (buffer // shards if replicas > 1 else 0)
 
     def _gradients(self, unit: int) -> int:
         return sum(self._gradient(flat) for flat in self._of(unit))
@@ -293,6 +327,9 @@ class ShardingSizes:
 
     def _gathered(self, flat: FlatSize) -> int:
         return flat.padded_numel * flat.compute_bytes
+
+    def _reserved(self, flat: FlatSize) -> int:
+        return flat.padded_numel * flat.reduce_bytes * flat.is_reserved
 
     def _shard_numel(self, flat: FlatSize) -> int:
         return flat.padded_numel // self.num_shards

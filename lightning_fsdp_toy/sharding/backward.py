@@ -239,6 +239,7 @@ class Backward:
         touched = self.passes.touched_by(self._touched)
         agreed = self._any_rank([*flags, *touched])
         self.passes.consume(agreed[len(flags) :])
+        self.root.mesh.shards.trim()
         has_gradients, each = any(agreed[: len(flags)]), iter(agreed)
         reduced: list[OriginalParameter] = []
         for flat, used in self._used.items():

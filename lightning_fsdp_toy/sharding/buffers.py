@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_fsdp_toy.sharding.collectives import Transport, Work
+from lightning_fsdp_toy.sharding.collectives import Place, Transport, Work
 from lightning_fsdp_toy.sharding.memory import MemoryCounter
 
-__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes"]
+__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes", "swap_memory", "uses_of"]
 
 _LIBC = ctypes.CDLL(None)
 
@@ -21,8 +21,8 @@ class GatheredBuffer:
 
     One tensor for good, whose storage is given memory and loses it. Every view ever made of it is
     valid again after the next gather; in between it has no memory, and no operation may read it
-    (torch checks that in most operations, not in all). One whose memory a numpy array shares is
-    replaced when it should lose it.
+    (torch checks that in some, others crash). One whose memory a numpy array shares is replaced
+    when it should lose it.
 
     Args:
         tensor: 1D, padded_numel, with memory.
@@ -52,6 +52,8 @@ class GatheredBuffer:
         self.on_replaced: Callable[[Tensor, Tensor], None] = lambda old, new: None
         self._has_memory = True
         self._work: Work | None = None
+        self.place: Place | None = None  # of the transport's, where it is gathered
+        self._is_placed = False  # and it has that memory, once it has been waited for
         if not is_permanent:
             memory.add("unsharded", num_bytes(tensor))
 
@@ -81,6 +83,10 @@ class GatheredBuffer:
     def start_gather(self, shard: Tensor) -> None:
         """Begin to fill it from every rank's ``shard`` (1D, any floating dtype, any device)."""
         if self.is_permanent:
+            return
+        if self.place is not None:
+            self._has_memory = self._is_placed = True
+            self._work = self.place.start(self.tensor, shard)
             return
         self.allocate()
         own, read = shard, None
@@ -117,16 +123,33 @@ class GatheredBuffer:
     def release(self) -> None:
         """Take its memory away."""
         self.wait()  # messages under way still write to it
-        if self._has_memory and not self.is_permanent:
-            if not self.tensor.untyped_storage().resizable():
-                # A numpy array shares this memory; torch never takes it away from the storage then.
-                with torch.inference_mode(False):
-                    old, self.tensor = self.tensor, torch.empty_like(self.tensor)
-                self.on_replaced(old, self.tensor)
-                del old
-            self.transport.release_(self.tensor)
-            self.memory.add("unsharded", -num_bytes(self.tensor))
-            self._has_memory = False
+        if not self._has_memory or self.is_permanent:
+            return
+        if self._is_placed:
+            assert self.place is not None
+            self.place.release(self.tensor)
+            self._has_memory = self._is_placed = False
+            return
+        if not self.tensor.untyped_storage().resizable():
+            # A numpy array shares this memory; torch never takes it away from the storage then.
+            with torch.inference_mode(False):
+                old, self.tensor = self.tensor, torch.empty_like(self.tensor)
+            self.on_replaced(old, self.tensor)
+            del old
+        self.transport.release_(self.tensor)
+        self.memory.add("unsharded", -num_bytes(self.tensor))
+        self._has_memory = False
+
+    @torch.no_grad()
+    def keep_apart(self) -> None:
+        """Move its contents to memory of its own, which may live on in a numpy array."""
+        if self._is_placed:
+            assert self.place is not None
+            own = self.tensor.clone()
+            self.place.release(self.tensor)
+            swap_memory(self.tensor, own.untyped_storage())
+            self.memory.add("unsharded", num_bytes(self.tensor))
+            self._is_placed = False
 
 
 def give_back_freed_memory() -> None:
@@ -138,6 +161,18 @@ def give_back_freed_memory() -> None:
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def swap_memory(buffer: Tensor, storage: torch.UntypedStorage) -> None:
+    """Exchange the memory of a buffer, all views of it included, and of a storage."""
+    buffer.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+
+
+def uses_of(buffer: Tensor) -> int:
+    """Return how many tensors are views of a buffer, itself included."""
+    storage = buffer.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 def num_bytes(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
 """All-gather, reduce-scatter and all-reduce over flat tensors.
 
-Note: two transports
+Note: three transports
     One file each in ``transports/``. **Native** hands a whole buffer to the process group (NCCL
     does it in place and well).
     **Pairwise** is for gloo, whose reduce-scatter is an all-reduce and a copy (twice the bytes) and
@@ -13,6 +13,10 @@ Note: two transports
 
     No byte is sent twice and none is copied on the way. The order of addition does not depend on
     which message came first, so the same ranks give the same bits in every run.
+
+    **Shared memory** is for ranks of one machine, on CPU. Nothing
+    is sent: each rank copies its shard to where all read it, and adds up its part of every rank's
+    gradients, in the same order.
 
 Note: one order of summation
     A reduction adds rank 0, 1, 2, ... to what the gradient shard already holds from earlier
@@ -30,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +46,7 @@ from lightning_fsdp_toy.sharding.ledger import Ledger, OpenCollective
 from lightning_fsdp_toy.sharding.stalls import StallError, stall_detector
 
 __all__ = [
+    "Place",
     "RanksDisagreeError",
     "Transport",
     "Work",
@@ -64,6 +69,24 @@ class Work:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+class Place(Protocol):
+    """Memory of a transport's that a buffer has from the end of a gather to its release."""
+
+    def start(self, buffer: Tensor, shard: Tensor) -> Work:
+        """Begin a gather; when the work has been waited for, ``buffer`` has the memory.
+
+        Args:
+            buffer: 1D, without memory.
+            shard: 1D, this rank's part, of any floating dtype. Must not change before the work is
+                waited for.
+        """
+        ...
+
+    def release(self, buffer: Tensor) -> None:
+        """Take the memory back."""
+        ...
 
 
 class Transport(ABC):
@@ -129,6 +152,7 @@ class Transport(ABC):
         return self._start(
             *("reduce-scatter", unit, buffer, self._share(buffer)),
             lambda: self._start_reduce_scatter(buffer, out, accumulate, unit),
+            wire_bytes=0 if self.shares_memory_of(unit) else None,
         )
 
     def start_all_reduce(self, buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> Work:
@@ -192,6 +216,33 @@ class Transport(ABC):
         """Return the bytes that reducing ``buffer`` into ``out`` holds beside the two."""
         return 0
 
+    def shares_memory_of(self, unit: str) -> bool:
+        """Whether gradients of ``unit`` are reduced where they lie, and nothing is sent."""
+        return False
+
+    def open_reduce_buffer(
+        self, unit: str, numel: int, dtype: torch.dtype, device: torch.device, is_kept: bool
+    ) -> Tensor:
+        """Return a buffer (1D) to collect gradients in; the contents are undefined.
+
+        Args:
+            unit: whose gradients.
+            numel: its elements, as the next two.
+            dtype: of gradients as they are reduced.
+            device: where they are computed.
+            is_kept: it is not reduced in this backward (``no_sync``), others are opened meanwhile.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def close_reduce_buffer(self, buffer: Tensor) -> None:  # noqa: B027
+        """A buffer of ``open_reduce_buffer`` has been reduced (waited for), or will not be."""
+
+    def trim(self) -> None:  # noqa: B027
+        """Give back what is only needed in a step; all ranks are at rest."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back all memory; from now on every buffer has memory of its own."""
+
     @abstractmethod
     def _start_all_gather_(self, buffer: Tensor, own: Tensor, unit: str) -> Work: ...
 
@@ -212,10 +263,12 @@ class Transport(ABC):
         buffer: Tensor,
         sent_bytes: int,
         begin: Callable[[], Work],
+        wire_bytes: int | None = None,
     ) -> Work:
         """Begin a collective; its work names it to the stall detector while it waits."""
         self._compare(operation, unit, f"{buffer.numel()} x {buffer.dtype}")
-        entry = self._open(operation.replace("-", "_"), unit, buffer, sent_bytes)
+        wire_bytes = sent_bytes if wire_bytes is None else wire_bytes
+        entry = self._open(operation.replace("-", "_"), unit, buffer, sent_bytes, wire_bytes)
         try:
             work = begin()
         except RuntimeError:  # a lost peer
@@ -234,12 +287,13 @@ class Transport(ABC):
         return Work(finish)
 
     def _open(
-        self, operation: str, unit: str, buffer: Tensor, sent_bytes: int
+        self, operation: str, unit: str, buffer: Tensor, sent_bytes: int, wire_bytes: int
     ) -> OpenCollective | None:
         if self.world_size == 1:
             return None
         payload_bytes = buffer.numel() * buffer.element_size()
-        return self.ledger.open(operation, unit, payload_bytes, sent_bytes, buffer.device)
+        what = operation, unit, payload_bytes, sent_bytes, wire_bytes
+        return self.ledger.open(*what, buffer.device)
 
     @contextmanager
     def _named(

@@ -94,7 +94,8 @@ def fully_shard(
         device_mesh: ``(replicas, shards)`` for ``HYBRID_SHARD``, see the note on a mesh of ranks.
         num_prefetch: units gathered ahead of need; at most ``1 + num_prefetch`` beside the root are
             unsharded at any time. With 0 no communication overlaps with computation.
-        transport: ``auto``, ``native`` or ``pairwise``, see the note on two transports.
+        transport: ``auto``, ``native``, ``pairwise`` or ``shared_memory``; see the note on three
+            transports in ``collectives.py``.
         debug: log the units, compare every collective with the other ranks' before it starts, and
             warn of gradients that never came. Slow.
 

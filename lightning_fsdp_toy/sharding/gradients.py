@@ -74,15 +74,20 @@ class FlatGradient:
         self._given: list[bool] = []  # which gradients are views of the published gradient shard
 
     @torch.no_grad()
-    def collect(self, original: OriginalParameter, scale: float) -> None:
-        """Move the gradient autograd left on an unsharded parameter into the reduce buffer."""
+    def collect(self, original: OriginalParameter, scale: float, is_kept: bool = False) -> None:
+        """Move the gradient autograd left on an unsharded parameter into the reduce buffer.
+
+        Args:
+            original: the parameter.
+            scale: the gradient is multiplied by it.
+            is_kept: it will not be reduced in this backward (``no_sync``).
+        """
         grad = original.unsharded.grad
         assert grad is not None, f"no gradient on `{original.slot.fqn}`"
         original.unsharded.grad = None
         grad = grad.to_dense() if grad.is_sparse else grad
         if self.buffer is None:
-            self.buffer = self._empty()
-            self.memory.add("reduce", num_bytes(self.buffer))
+            self.buffer = self._open_buffer(is_kept)
         place = original.view_of(self.buffer)
         if original.has_gradient:
             place.add_(grad, alpha=scale)
@@ -114,8 +119,7 @@ class FlatGradient:
         used = [original.has_gradient for original in self.originals]
         buffer = self.buffer
         if buffer is None:  # other ranks may have gradients: this one counts as zero
-            buffer = self._empty().zero_()
-            self.memory.add("reduce", num_bytes(buffer))
+            buffer = self._open_buffer().zero_()
         else:
             self._zero_missing(buffer)
         out, accumulate = self._open_shard()
@@ -126,7 +130,7 @@ class FlatGradient:
 
         def free() -> None:
             finish()
-            self.memory.add("reduce", -num_bytes(held.pop()))
+            self._close_buffer(held.pop())
 
         del buffer
         return used, Work(free)
@@ -211,7 +215,7 @@ class FlatGradient:
     def drop(self) -> None:
         """Forget what has been collected and not been reduced."""
         if self.buffer is not None:
-            self.memory.add("reduce", -num_bytes(self.buffer))
+            self._close_buffer(self.buffer)
         self._forget_buffer()  # a rank without gradients keeps as well
 
     def _forget_buffer(self) -> None:
@@ -221,8 +225,16 @@ class FlatGradient:
             original.has_gradient = False
             original.unsharded.grad = None
 
-    def _empty(self) -> Tensor:
-        return torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+    def _open_buffer(self, is_kept: bool = False) -> Tensor:
+        numel = self.layout.padded_numel
+        args = self.name, numel, self.dtype, self.device
+        buffer = self.mesh.shards.open_reduce_buffer(*args, is_kept=is_kept)
+        self.memory.add("reduce", num_bytes(buffer))
+        return buffer
+
+    def _close_buffer(self, buffer: Tensor) -> None:
+        self.memory.add("reduce", -num_bytes(buffer))
+        self.mesh.shards.close_reduce_buffer(buffer)
 
     def _open_shard(self) -> tuple[Tensor, bool]:
         """Return the tensor to reduce into and whether it holds earlier micro-batches."""

@@ -30,10 +30,11 @@ class CollectiveRecord(NamedTuple):
         operation: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``control``.
         unit: whose parameters or gradients.
         payload_bytes: of the whole tensor that all ranks share or add up.
-        sent_bytes: that this rank sent.
+        sent_bytes: that other ranks got from this one, in whatever way.
         start_s: see the note on times.
         end_s: see the note on times.
         waited_s: how long the training thread (on CUDA: its stream) waited for it.
+        wire_bytes: of ``sent_bytes``, what the process group carried; 0 in shared memory.
     """
 
     operation: str
@@ -43,6 +44,7 @@ class CollectiveRecord(NamedTuple):
     start_s: float
     end_s: float
     waited_s: float
+    wire_bytes: int
 
 
 @dataclass
@@ -54,6 +56,7 @@ class CollectiveTotal:
     sent_bytes: int = 0
     in_flight_s: float = 0.0
     waited_s: float = 0.0
+    wire_bytes: int = 0
 
     def __add__(self, other: CollectiveTotal) -> CollectiveTotal:
         """Return both, added up."""
@@ -63,6 +66,7 @@ class CollectiveTotal:
             self.sent_bytes + other.sent_bytes,
             self.in_flight_s + other.in_flight_s,
             self.waited_s + other.waited_s,
+            self.wire_bytes + other.wire_bytes,
         )
 
     def __sub__(self, other: CollectiveTotal) -> CollectiveTotal:
@@ -73,6 +77,7 @@ class CollectiveTotal:
             self.sent_bytes - other.sent_bytes,
             self.in_flight_s - other.in_flight_s,
             self.waited_s - other.waited_s,
+            self.wire_bytes - other.wire_bytes,
         )
 
 
@@ -81,17 +86,25 @@ class OpenCollective:
 
     Args:
         ledger: where it is noted once it is over.
-        operation: see ``CollectiveRecord``, as the next three.
+        operation: see ``CollectiveRecord``, as all others.
         unit: whose.
         payload_bytes: of the whole tensor.
         sent_bytes: that this rank sends.
+        wire_bytes: of these, what the process group carries.
     """
 
     def __init__(
-        self, ledger: Ledger, operation: str, unit: str, payload_bytes: int, sent_bytes: int
+        self,
+        ledger: Ledger,
+        operation: str,
+        unit: str,
+        payload_bytes: int,
+        sent_bytes: int,
+        wire_bytes: int,
     ) -> None:
         self.ledger = ledger
         self.what = (operation, unit, payload_bytes, sent_bytes)
+        self.wire_bytes = wire_bytes
         self.start_s = time.perf_counter()
         self._wait_s = self.start_s
 
@@ -102,8 +115,11 @@ class OpenCollective:
     def close(self) -> None:
         """The result is there."""
         end_s = time.perf_counter()
-        self.ledger.count(*self.what)
-        self.ledger.note(CollectiveRecord(*self.what, self.start_s, end_s, end_s - self._wait_s))
+        self.ledger.count(*self.what, self.wire_bytes)
+        waited_s = end_s - self._wait_s
+        self.ledger.note(
+            CollectiveRecord(*self.what, self.start_s, end_s, waited_s, self.wire_bytes)
+        )
 
 
 class _OpenOnDevice(OpenCollective):
@@ -116,9 +132,10 @@ class _OpenOnDevice(OpenCollective):
         unit: str,
         payload_bytes: int,
         sent_bytes: int,
+        wire_bytes: int,
         device: torch.device,
     ) -> None:
-        super().__init__(ledger, operation, unit, payload_bytes, sent_bytes)
+        super().__init__(ledger, operation, unit, payload_bytes, sent_bytes, wire_bytes)
         self._device = device
         self._started = self._wanted = self._mark()
 
@@ -127,7 +144,7 @@ class _OpenOnDevice(OpenCollective):
 
     def close(self) -> None:
         self._ended = self._mark()
-        self.ledger.count(*self.what)
+        self.ledger.count(*self.what, self.wire_bytes)
         self.ledger.note_later(self)
 
     def _mark(self) -> torch.cuda.Event:
@@ -145,7 +162,8 @@ class _OpenOnDevice(OpenCollective):
         self._ended.synchronize()
         waited_s = self._wanted.elapsed_time(self._ended) / 1e3
         in_flight_s = self._started.elapsed_time(self._ended) / 1e3
-        return CollectiveRecord(*self.what, self.start_s, self.start_s + in_flight_s, waited_s)
+        end_s = self.start_s + in_flight_s
+        return CollectiveRecord(*self.what, self.start_s, end_s, waited_s, self.wire_bytes)
 
 
 class Ledger:
@@ -174,23 +192,27 @@ class Ledger:
         unit: str,
         payload_bytes: int,
         sent_bytes: int,
+        wire_bytes: int,
         device: torch.device | None = None,
     ) -> OpenCollective:
         """Note that a collective starts now."""
+        what = operation, unit, payload_bytes, sent_bytes, wire_bytes
         if device is not None and device.type == "cuda":
-            return _OpenOnDevice(self, operation, unit, payload_bytes, sent_bytes, device)
-        return OpenCollective(self, operation, unit, payload_bytes, sent_bytes)
+            return _OpenOnDevice(self, *what, device)
+        return OpenCollective(self, *what)
 
     @contextmanager
     def blocking(
         self, operation: str, unit: str, payload_bytes: int, sent_bytes: int
     ) -> Iterator[None]:
         """A collective that the training thread waits for from start to end."""
-        collective = self.open(operation, unit, payload_bytes, sent_bytes)
+        collective = self.open(operation, unit, payload_bytes, sent_bytes, sent_bytes)
         yield
         collective.close()
 
-    def count(self, operation: str, unit: str, payload_bytes: int, sent_bytes: int) -> None:
+    def count(
+        self, operation: str, unit: str, payload_bytes: int, sent_bytes: int, wire_bytes: int
+    ) -> None:
         """Count a collective that is over."""
         self.num_counted += 1
         total = self._totals.get((operation, unit))
@@ -199,6 +221,7 @@ class Ledger:
         total.calls += 1
         total.payload_bytes += payload_bytes
         total.sent_bytes += sent_bytes
+        total.wire_bytes += wire_bytes
 
     def note(self, record: CollectiveRecord) -> None:
         """Note the times of a collective that has been counted."""

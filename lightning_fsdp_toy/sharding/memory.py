@@ -5,6 +5,7 @@ Note: kinds of memory
     shards         master shards; constant after setup
     unsharded      unsharded buffers (none where the shard is the whole)
     reduce         reduce buffers, and what a reduction receives into
+    pool           memory that the shared-memory transport keeps for these two and nothing is in
     gradients      gradient shards made by the last backward
     optimizer      optimizer state; whoever has counted it says so (``set``)
     activations    what autograd saved inside sharded forwards, while ``counts_activations``; not
@@ -21,7 +22,7 @@ from collections.abc import Callable
 
 __all__ = ["KINDS", "MemoryCounter", "PeakWindow", "SavedBytes"]
 
-KINDS = ("shards", "unsharded", "reduce", "gradients", "optimizer", "activations")
+KINDS = ("shards", "unsharded", "reduce", "pool", "gradients", "optimizer", "activations")
 
 
 class PeakWindow:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,11 @@ import torch.distributed as dist
 from lightning_fsdp_toy.sharding.collectives import Transport
 from lightning_fsdp_toy.sharding.groups import backend_for, timeout_of
 from lightning_fsdp_toy.sharding.ledger import Ledger
-from lightning_fsdp_toy.sharding.options import check_device_mesh
+from lightning_fsdp_toy.sharding.options import TRANSPORTS, check_device_mesh
 from lightning_fsdp_toy.sharding.transports.native import LocalTransport, NativeTransport
 from lightning_fsdp_toy.sharding.transports.pairwise import PairwiseTransport, StagedTransport
+from lightning_fsdp_toy.sharding.transports.segment import can_share
+from lightning_fsdp_toy.sharding.transports.shared_memory import SharedMemoryTransport
 
 __all__ = ["RankMesh", "make_mesh", "make_transport"]
 
@@ -116,17 +119,18 @@ def make_transport(
     """Return the transport called ``name`` for ``group``.
 
     Args:
-        name: ``"native"``, ``"pairwise"`` or ``"auto"`` (native on NCCL, pairwise otherwise).
+        name: ``"native"``, ``"pairwise"``, ``"shared_memory"`` or ``"auto"``: native on NCCL,
+            shared memory among ranks of one machine on CPU, pairwise otherwise.
         group: process group, None for a single process.
         device: where parameters live.
         ledger: where collectives are counted.
 
     Raises:
-        ValueError: unknown name, a process group that cannot move the device's memory, or pairwise
-            with a backend that has no CPU messages.
+        ValueError: unknown name, a process group that cannot move the device's memory, pairwise
+            with a backend that has no CPU messages, or shared memory where there cannot be any.
     """
-    if name not in ("auto", "native", "pairwise"):
-        raise ValueError(f"`transport`: expected 'auto', 'native' or 'pairwise', got {name!r}.")
+    if name not in TRANSPORTS:
+        raise ValueError(f"`transport`: expected one of {', '.join(TRANSPORTS)}, got {name!r}.")
     if group is None or dist.get_world_size(group) == 1:
         return LocalTransport(group, ledger)
     backend = backend_for(group, device.type)
@@ -136,14 +140,24 @@ def make_transport(
             f"({dist.get_backend_config(group)}) does not move. Pass `device=` to shard elsewhere, "
             f"or initialise the group with a backend for {device.type!r}."
         )
+    is_wanted = name == "shared_memory"
     if name == "auto":
-        name = "native" if backend == "nccl" else "pairwise"
-    if name == "pairwise" and backend != "gloo":
+        may_share = backend == "gloo" and device.type == "cpu" and can_share()
+        gloo = "shared_memory" if may_share else "pairwise"
+        name = "native" if backend == "nccl" else gloo
+    if name in ("pairwise", "shared_memory") and backend != "gloo":
         raise ValueError(
-            f"`transport='pairwise'` needs the gloo backend, got {backend!r}. Use "
+            f"`transport='{name}'` needs the gloo backend, got {backend!r}. Use "
             f"transport='native' or 'auto'."
         )
+    if is_wanted and not (device.type == "cpu" and can_share()):
+        raise ValueError(
+            f"`transport='shared_memory'` needs parameters on CPU and Linux on x86_64, got "
+            f"{device.type!r} on {platform.system()} {platform.machine()}. Use transport='auto'."
+        )
     logger.debug("transport %s for %d ranks on %s", name, dist.get_world_size(group), device)
+    if name == "shared_memory":
+        return SharedMemoryTransport(group, ledger, is_wanted)
     if name == "native":
         return NativeTransport(group, ledger, backend)
     kind = PairwiseTransport if device.type == "cpu" else StagedTransport

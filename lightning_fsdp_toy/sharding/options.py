@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy, WrapPolicy, check_policy
 
-__all__ = ["SHARDING_STRATEGIES", "ShardingOptions", "check_device_mesh"]
+__all__ = ["SHARDING_STRATEGIES", "TRANSPORTS", "ShardingOptions", "check_device_mesh"]
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+TRANSPORTS = ("auto", "native", "pairwise", "shared_memory")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lightning_fsdp_toy.sharding.observer import Observer
 from lightning_fsdp_toy.sharding.passes import ForwardPass
 from lightning_fsdp_toy.sharding.residency import Residency
 from lightning_fsdp_toy.sharding.saved import SavedTensors
+from lightning_fsdp_toy.sharding.transports.shared_memory import share_memory
 from lightning_fsdp_toy.sharding.unit import Unit, is_grad_recording
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class RootState:
             ]
             self.units.append(Unit(plan.module, plan.fqn or "<root>", flats, self))
             give_back_freed_memory()  # of the whole unit that was here
+        share_memory(self)
         return unit_index
 
     @property

@@ -236,7 +236,7 @@ class Unit:
             return
         self.root.backward.note_gradient(self)
         is_first = flat.gradient.buffer is None
-        flat.gradient.collect(original, self.root.gradient_scale)
+        flat.gradient.collect(original, self.root.gradient_scale, is_kept=not self.root.is_syncing)
         if is_first:
             self._note("collect")
 
@@ -301,6 +301,13 @@ class Unit:
                     flat.finish_unshard()
                     self.root.saved.add(self, flat, flat.compute)
         self._note("unsharded")
+
+    def keep_apart(self) -> None:
+        """Move the unsharded weights to memory of their own: arrays may be taken of them."""
+        for flat in [flat for flat in self.flats if not flat.is_mixed]:
+            self.root.saved.remove(flat.compute)
+            flat.compute.keep_apart()
+            self.root.saved.add(self, flat, flat.compute)
 
     def reshard(self) -> None:
         """Free the unsharded weights."""

@@ -12,6 +12,7 @@ from lightning_fsdp_toy.sharding.faces import OriginalParameter
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
 from lightning_fsdp_toy.sharding.fp32_vectors import take_back_fp32_vectors
 from lightning_fsdp_toy.sharding.root import RootState
+from lightning_fsdp_toy.sharding.transports.shared_memory import stop_sharing
 from lightning_fsdp_toy.sharding.unit import Unit
 
 __all__ = ["hold_unsharded", "restore", "show_faces"]
@@ -60,6 +61,7 @@ def _hold(root: RootState, unit: Unit, writeback: bool, kept: dict[FlatParameter
     try:
         if any(not flat.is_mixed for flat in unit.flats):
             unit.unshard()
+            unit.keep_apart()
         for flat in unit.flats:
             if flat.is_mixed:
                 flat.gather_master()
@@ -178,4 +180,5 @@ def restore(root: RootState) -> None:
         del module.__dict__[name]
         if before is not None:
             module.__dict__[name] = before
+    stop_sharing(root)
     del root.module.__dict__["_fsdp_root"]

@@ -39,7 +39,7 @@ class LocalTransport(Transport):
 
 
 class NativeTransport(Transport):
-    """The process group's own collectives (see the note on two transports).
+    """The process group's own collectives (see the note on three transports).
 
     Args:
         group: process group.

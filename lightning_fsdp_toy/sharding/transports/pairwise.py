@@ -17,7 +17,7 @@ _GATHER, _REDUCE = "gather", "reduce"
 
 
 class PairwiseTransport(Transport):
-    """Point-to-point messages and addition in rank order (see the note on two transports).
+    """Point-to-point messages and addition in rank order (see the note on three transports).
 
     Every message of a collective is posted when it starts; gloo's own threads move the bytes while
     the rank computes. A reduction adds when it is waited for.
@@ -79,7 +79,7 @@ class PairwiseTransport(Transport):
             for segment, works in zip(segments, arriving, strict=True):
                 for work in works:
                     work.wait()
-                _add_in_order(out[segment], [part[segment] for part in received], accumulate)
+                add_in_order(out[segment], [part[segment] for part in received], accumulate)
             for work in leaving:
                 work.wait()
 
@@ -141,7 +141,7 @@ def _message_tag(kind: str, unit: str) -> int:
     return zlib.crc32(f"{kind} {unit}".encode()) & 0x7FFFFFF
 
 
-def _add_in_order(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:
+def add_in_order(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:
     """Add in the dtype of ``out``, which may be a wider one than that of the messages."""
     if not accumulate:
         first, second, *contributions = contributions

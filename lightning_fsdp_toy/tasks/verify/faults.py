@@ -102,17 +102,13 @@ class WrongOrder(Fault):
         start = transport.start_reduce_scatter
 
         def start_reduce_scatter(buffer: Tensor, out: Tensor, accumulate: bool, unit: str) -> Work:
-            work = start(buffer, out, accumulate, unit)
             num_contributions = transport.world_size + accumulate
             if unit != name or num_contributions < 3 or not self.is_due(trainer):
-                return work  # two have only one order
-
-            def finish() -> None:
-                with _backwards():
-                    work.wait()
-
+                return start(buffer, out, accumulate, unit)  # two have only one order
+            with _backwards():  # at once: later it would be waited for with others
+                start(buffer, out, accumulate, unit).wait()
             self.note(unit)
-            return Work(finish)
+            return Work()
 
         transport.start_reduce_scatter = start_reduce_scatter  # type: ignore[method-assign]
 
@@ -120,16 +116,16 @@ class WrongOrder(Fault):
 @contextmanager
 def _backwards() -> Iterator[None]:
     """Reductions that are waited for inside add the last rank first."""
-    forwards = pairwise._add_in_order
+    forwards = pairwise.add_in_order
 
     def add(out: Tensor, contributions: list[Tensor], accumulate: bool) -> None:
         forwards(out, contributions[::-1], accumulate)
 
-    pairwise._add_in_order = add
+    pairwise.add_in_order = add
     try:
         yield
     finally:
-        pairwise._add_in_order = forwards
+        pairwise.add_in_order = forwards
 
 
 def make_fault(kind: str, num_steps: int, world_size: int) -> Fault:

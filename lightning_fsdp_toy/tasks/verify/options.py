@@ -165,7 +165,9 @@ def _check_plant(config: dict[str, Any], options: VerifyOptions, strategy: Any) 
     if options.plant == "order":
         needed = {"c"} if world_size >= 3 else {"e"}  # 2 contributions have one order
         if strategy.transport == "native" or config["accelerator"] != "cpu":
-            raise ValueError("`verify.plant=order` needs `strategy.transport=pairwise`, on CPU")
+            raise ValueError(
+                "`verify.plant=order` needs a transport that adds in rank order, on CPU"
+            )
     else:
         needed = {"a", "c"} if options.plant == "shard" else {"a"}
     if not needed & set(options.rows):

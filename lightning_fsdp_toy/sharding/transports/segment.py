@@ -1,0 +1,197 @@
+"""Memory that the ranks of one machine share, and how they wait for each other in it.
+
+Note: a segment
+    One file without a name in ``/dev/shm`` (``O_TMPFILE``, mode 600): the ranks open it through the
+    process that made it, so there is nothing to unlink and no crash can leave one behind. What a
+    rank has for others it writes through a *shared* mapping; gathered weights it reads through a
+    *private* (copy-on-write) one, so that whoever edits weights in place edits the copy of this
+    rank alone, as if it had gathered into memory of its own.
+
+Note: cells and bells
+    Ranks tell each other how far they are in *cells*: 64-bit counters, each written by one rank
+    only and only ever raised. A rank that changes cells rings its *bell*, a 32-bit word. Whoever
+    waits for a cell looks at it for a while (not where there are more ranks than cores) and then
+    sleeps in the kernel until the bell of its writer changes (Linux ``futex``): the kernel compares
+    the bell with what the sleeper last saw, so no ring is missed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Segment", "SharedMemoryError", "can_share", "control_bytes", "pages"]
+
+PAGE_BYTES = mmap.PAGESIZE  # offsets are multiples
+_DIRECTORY = "/dev/shm"
+# Elsewhere stores may be seen out of order: a cell before the data that it speaks of.
+_SYS_FUTEX = {"x86_64": 202}.get(platform.machine())
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 0x7FFFFFFF
+_FALLOC_PUNCH_HOLE = 3  # and keep the size
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_CELL, _BELL = 8, 64  # bytes; a bell has a cache line of its own
+_LIBC = ctypes.CDLL(None, use_errno=True)  # gives up the GIL
+_QUICK_LIBC = ctypes.PyDLL(None)  # keeps it
+_retired: list[mmap.mmap] = []
+
+
+class SharedMemoryError(RuntimeError):
+    """Memory cannot be shared; the text says why."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Segment:
+    """A nameless file of this machine, mapped (see the notes).
+
+    Args:
+        num_bytes: its length, a multiple of a page.
+        num_cells: counters at its beginning.
+        num_bells: bells after them; one for each rank.
+        path: where another process has it open; None: make it.
+
+    Attributes:
+        cells: the counters; index and assign.
+
+    Raises:
+        SharedMemoryError: there is no such memory here.
+    """
+
+    def __init__(
+        self, num_bytes: int, num_cells: int, num_bells: int, path: str | None = None
+    ) -> None:
+        self.num_bytes = num_bytes
+        try:
+            self._fd = _make(num_bytes) if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._shared = mmap.mmap(self._fd, num_bytes)
+        except OSError as error:
+            what = path or _DIRECTORY
+            raise SharedMemoryError(f"{what}: {os.strerror(error.errno or 0)}") from error
+        weakref.finalize(self, os.close, self._fd)
+        self._private: dict[int, mmap.mmap] = {}  # by offset
+        control = memoryview(self._shared)[: _CELL * num_cells]
+        self.cells = control.cast("q")
+        self._bell_offset = control_bytes(num_cells, 0)
+        self._bells = [
+            memoryview(self._shared)[at : at + 4].cast("i")
+            for at in range(self._bell_offset, self._bell_offset + _BELL * num_bells, _BELL)
+        ]
+        self._shared_address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find it while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def shared(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1D tensor over the memory itself: what is written others see."""
+        return torch.frombuffer(self._shared, dtype=dtype, count=numel, offset=offset)
+
+    def private(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
+        """Return a storage over this rank's view of the memory, without earlier edits of its own.
+
+        Call it when the others have written. What this rank writes stays with it.
+        """
+        mapping = self._private.get(offset)
+        if mapping is None:
+            mapping = mmap.mmap(self._fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
+            self._private[offset] = mapping
+        else:
+            mapping.madvise(mmap.MADV_DONTNEED)
+        return _storage(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), num_bytes)
+
+    def retire(self, offset: int) -> None:
+        """Let nothing be read through the last storage of ``private`` any more: a crash instead.
+
+        The next is at another address.
+        """
+        mapping = self._private.pop(offset)
+        address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        size = ctypes.c_size_t(len(mapping))
+        failed = _LIBC.mmap(address, size, _PROT_NONE, flags, -1, ctypes.c_long(0)) == -1
+        assert not failed, "the kernel took no mapping in the place of another"
+        _retired.append(mapping)  # the addresses stay taken
+
+    def commit(self, offset: int, num_bytes: int) -> None:
+        """Take memory now, so that writing cannot fail later.
+
+        Raises:
+            SharedMemoryError: there is too little.
+        """
+        try:
+            os.posix_fallocate(self._fd, offset, num_bytes)
+        except OSError as error:
+            mib = num_bytes / 2**20
+            reason = os.strerror(error.errno or errno.ENOSPC)
+            raise SharedMemoryError(f"{mib:.1f} MiB in {_DIRECTORY}: {reason}") from error
+
+    def punch(self, offset: int, num_bytes: int) -> None:
+        """Give the memory back; the place stays usable, filled with zeros."""
+        args = ctypes.c_long(offset), ctypes.c_long(num_bytes)
+        _LIBC.fallocate(self._fd, _FALLOC_PUNCH_HOLE, *args)
+
+    # -- bells ----------------------------------------------------------------------------------
+
+    def bell(self, rank: int) -> int:
+        """Return what a bell shows; give it to ``sleep``."""
+        return int(self._bells[rank][0])
+
+    def ring(self, rank: int) -> None:
+        """Wake all that sleep until this rank has news. Only that rank calls it."""
+        bell = self._bells[rank]
+        bell[0] = (bell[0] + 1) & 0x3FFFFFFF
+        if _SYS_FUTEX is not None:
+            address = ctypes.c_void_p(self._bell_address(rank))
+            _QUICK_LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)
+
+    def sleep(self, rank: int, seen: int, seconds: float) -> None:
+        """Sleep until a bell shows something else than ``seen``, or the time is up."""
+        if _SYS_FUTEX is None:
+            return
+        limit = _Timespec(0, int(seconds * 1e9))
+        address = ctypes.c_void_p(self._bell_address(rank))
+        _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0)
+
+    def _bell_address(self, rank: int) -> int:
+        return self._shared_address + self._bell_offset + _BELL * rank
+
+
+def can_share() -> bool:
+    """Whether this system has what a segment is made of, and torch what buffers are."""
+    is_linux = hasattr(os, "O_TMPFILE") and hasattr(mmap, "MADV_DONTNEED")
+    return is_linux and _SYS_FUTEX is not None and hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def _make(num_bytes: int) -> int:
+    fd = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def _storage(address: int, num_bytes: int) -> torch.UntypedStorage:
+    device = torch.device("cpu")
+    made: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    storage: torch.UntypedStorage = made
+    return storage
+
+
+def control_bytes(num_cells: int, num_bells: int) -> int:
+    """Bytes of cells and bells, bells on cache lines."""
+    cells = -(-_CELL * num_cells // _BELL) * _BELL
+    return cells + _BELL * num_bells
+
+
+def pages(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
