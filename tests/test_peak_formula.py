@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_fsdp_toy.models import GPT
 from lightning_fsdp_toy.monitors import count_tensor_bytes
+from lightning_fsdp_toy.monitors.live_tensors import LiveTensors
 from lightning_fsdp_toy.planner import read_sizes
 from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root
 from lightning_fsdp_toy.sharding.observer import Observer
-from tests.live_tensors import LiveTensors
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 64, 96, 4, 32

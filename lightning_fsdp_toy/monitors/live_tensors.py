@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveTensors"]
 
 
 class LiveTensors(TorchDispatchMode):
     """Inside it every storage that an operation returns is counted until it is freed.
 
+    Operations of the thread that entered it, those that C++ calls there included; not what a
+    backend's own threads allocate. CPU only.
+
     Args:
-        known: tensors that live already.
-        on_change: called before and after every operation with the bytes that live then, and
+        known: Tensors that live already.
+        on_change: Called before and after every operation with the bytes that live then, and
             whether it is before.
     """
 
-    def __init__(self, known: list[Tensor], on_change: Callable[[int, bool], None]) -> None:
+    def __init__(self, known: Iterable[Tensor], on_change: Callable[[int, bool], None]) -> None:
         super().__init__()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.on_change = on_change
@@ -29,10 +35,13 @@ class LiveTensors(TorchDispatchMode):
             self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count what one operation returns."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # which lets it call operations on the local tensors
         self.on_change(self.bytes, True)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._add(leaf)
         self.on_change(self.bytes, False)
         return out
