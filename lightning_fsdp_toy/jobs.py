@@ -1,6 +1,7 @@
 """From a composed config to a checked job; here, and where jobs start, Hydra is known."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,17 @@ def _check_computed(cfg: DictConfig) -> None:
 
 def make_build(config: dict[str, Any]) -> Build:
     """Return the function that makes the object that `config` describes under a dotted key."""
+    return _Builder(config)
 
-    def build(key: str, **extra: Any) -> Any:
-        node: Any = config
+
+@dataclass(frozen=True)
+class _Builder:
+    """Makes what a config describes; picklable, for processes that a task starts."""
+
+    config: dict[str, Any]
+
+    def __call__(self, key: str, **extra: Any) -> Any:
+        node: Any = self.config
         for name in key.split("."):
             node = node[name]
         with naming(key):
@@ -111,8 +120,6 @@ def make_build(config: dict[str, Any]) -> Build:
                 return hydra.utils.instantiate(node, _convert_="all")
             # Not as arguments of `instantiate`: it would copy the model.
             return hydra.utils.instantiate(node, _convert_="all", _partial_=True)(**extra)
-
-    return build
 
 
 def check_single(config: DictConfig) -> None:
