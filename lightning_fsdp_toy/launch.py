@@ -36,7 +36,12 @@ from lightning_fsdp_toy.jobs import (
     make_job,
 )
 from lightning_fsdp_toy.logs import log_files, log_to_files, set_up_logging
-from lightning_fsdp_toy.messages import describe_config_error, describe_group_error, one_line
+from lightning_fsdp_toy.messages import (
+    describe_config_error,
+    describe_group_error,
+    describe_idle_group,
+    one_line,
+)
 from lightning_fsdp_toy.processes import RankError, redirect_output, run_ranks
 from lightning_fsdp_toy.stages import run_given_stages, run_stages
 from lightning_fsdp_toy.tasks import Job, Stage, StagedTask, TaskFailedError
@@ -219,7 +224,8 @@ def cli(main: Callable[[], Any], config_dir: Path) -> None:
     except JobError as error:
         exit_code = error.exit_code  # said when it happened
     except (HydraException, OmegaConfBaseException) as error:
-        message = describe_config_error(error, _known_keys(config_dir))
+        message = describe_idle_group(error, config_dir)
+        message = message or describe_config_error(error, _known_keys(config_dir))
         trace = traceback.format_exc() if _WANTS_TRACES else ""
         exit_code = _report(JobError(message, BAD_INPUT, trace))
     except (ValueError, OSError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 __all__ = [
     "describe_config_error",
     "describe_group_error",
+    "describe_idle_group",
     "describe_unknown_key",
     "naming",
     "one_line",
@@ -79,6 +80,21 @@ def describe_group_error(overrides: Iterable[str], config_dir: Path) -> str:
             none = f"; for none write `~{group}`" if group in ("logger", "callbacks") else ""
             return f"`{override}`: no such option; `{group}` can be {options}{none}"
     return ""
+
+
+def describe_idle_group(error: Exception, config_dir: Path) -> str:
+    """Say which task has the group that was chosen without it; empty if that is not the error."""
+    unknown = re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error))
+    if unknown is None or not (config_dir / unknown[1]).is_dir():
+        return ""
+    group = unknown[1]
+    tasks = [
+        path.stem
+        for path in sorted((config_dir / "task").glob("*.yaml"))
+        if f"- /{group}:" in path.read_text(encoding="utf-8")
+    ]
+    remedy = " or ".join(f"`task={name}`" for name in tasks)
+    return f"`{group}` is a group of another task: choose {remedy}, or leave it out"
 
 
 def describe_unknown_key(key: str, keys: Iterable[str]) -> str:
