@@ -13,7 +13,7 @@ from lightning_fsdp_toy.monitors import count_tensor_bytes
 from lightning_fsdp_toy.monitors.live_tensors import LiveTensors
 from lightning_fsdp_toy.planner import read_sizes
 from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root
-from lightning_fsdp_toy.sharding.observer import Observer
+from lightning_fsdp_toy.tasks.benchmark.peak import Phases
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 64, 96, 4, 32
@@ -29,35 +29,6 @@ class Loss(nn.Module):
     def forward(self, tokens):
         logits = self.net(tokens[:, :-1]).flatten(0, 1)
         return nn.functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
-
-
-class Phases(Observer):
-    """Knows in which phase of the formulas the step is."""
-
-    def __init__(self, memory, units, is_serial):
-        super().__init__(memory)
-        self.is_serial = is_serial  # nothing else happens while a unit is reduced
-        self.numbers = {unit: number for number, unit in enumerate(units)}
-        self.phase = ("forward", 0)
-
-    def note(self, unit, what):
-        number, last = self.numbers[unit], len(self.numbers)
-        is_root = number == 0
-        if what in ("forward", "backward") and not is_root:
-            self.phase = (what, number)
-        elif what == "end_forward" and not is_root:
-            is_last = number == last - 1
-            self.phase = ("forward", last if is_last else number + 1)
-        elif what == "collect" and not is_root:
-            self.phase = ("collect", number)
-        elif what == "collect" and self.phase[0] == "backward" and self.phase[1] == last:
-            self.phase = ("collect", last)
-        elif what == "backward" and is_root:
-            self.phase = ("backward", last)
-        elif what == "end_backward" and not is_root:
-            self.phase = ("reduce", number) if self.is_serial else ("backward", number - 1)
-        elif what == "end_backward":
-            self.phase = ("reduce", 0)
 
 
 def _step(options, precision, batch_size, micro_batches=1):
