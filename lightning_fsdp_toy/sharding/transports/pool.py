@@ -79,6 +79,7 @@ class SegmentPlan:
         slots: of each kind, which places are its slots.
         rings: offsets of each rank's reused reduce buffers.
         ring_kinds: of which kind each of them is.
+        ring_bytes: their lengths.
         reduce_homes: for each rank, offset of a reduce buffer of each flat parameter alone.
         num_pool_bytes: what a rank keeps: slots, the root's places and its own reduce buffers.
         num_kept_bytes: the beginning of the segment, which always has memory.
@@ -105,6 +106,7 @@ class SegmentPlan:
             count = min(num_rings, len(trained))
             ring_sizes += count * [max(trained, default=0)]
             self.ring_kinds += count * [kind]
+        self.ring_bytes = ring_sizes
         self.num_slots = len(slot_sizes)
         kept_homes = [at for at in outer if reservations[at].is_trainable]
         self.num_pool_bytes = sum(slot_sizes) + sum(ring_sizes)
@@ -247,9 +249,14 @@ class SharedPool:
             self._check(rank, blocker, now > deadline)
 
     def _check(self, rank: int, blocker: Callable[[], int | None], is_late: bool) -> None:
-        wait = None if self._stalls is None else self._stalls.current
+        stalls = self._stalls
+        wait = None if stalls is None else stalls.current
         if wait is not None and wait.verdict is not None:
             raise RuntimeError("it was interrupted")
+        if stalls is not None and wait is None:  # one that the detector does not know of
+            reason = stalls.find_reason()
+            if reason is not None:
+                raise RuntimeError(reason)
         if is_late:
             raise RuntimeError(f"timed out after {self._timeout_s:g} s waiting for rank {rank}")
         if not _is_alive(self._pids[rank]) and blocker() == rank:

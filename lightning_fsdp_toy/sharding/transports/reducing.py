@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fsdp_toy.sharding.stalls import StallError
 from lightning_fsdp_toy.sharding.transports import pairwise
 from lightning_fsdp_toy.sharding.transports.pool import SharedPool
 
@@ -50,9 +51,9 @@ class ReduceBuffers:
             is_kept: others are taken before it is reduced.
         """
         pool, reservation = self.pool, self.pool.plan.reservations[index]
-        ring = _HOME if reservation.is_root or is_kept else self._take_ring(reservation.kind)
+        ring = _HOME if reservation.is_root or is_kept else self._take_ring(index)
         if ring == _HOME:
-            pool.wait_for(lambda: self._reader(index, self._numbers[index]))
+            self._wait_for_readers(index, index, self._numbers[index])
         offset = self._offset(pool.rank, index, ring)
         is_pooled = ring != _HOME or pool.plan.keeps_reduce_home(index)
         if not is_pooled:
@@ -64,23 +65,44 @@ class ReduceBuffers:
         pool.memory.add("pool", -pooled)
         return buffer
 
-    def _take_ring(self, kind: int) -> int:
-        """Return a buffer that is reused, its own place if all of the kind are being filled."""
-        kinds = self.pool.plan.ring_kinds
+    def _take_ring(self, index: int) -> int:
+        """Return a buffer that is reused, its own place if all that fit are being filled."""
+        plan, reservation = self.pool.plan, self.pool.plan.reservations[index]
+        fitting = {  # those of units that were frozen once may be too small
+            ring
+            for ring, (kind, size) in enumerate(zip(plan.ring_kinds, plan.ring_bytes, strict=True))
+            if kind == reservation.kind and size >= reservation.reduced_bytes
+        }
         for each in [each for each in self._full if self._reader(*each[1:]) is None]:
             self._full.remove(each)
             self._free.append(each[0])
-        free = [ring for ring in self._free if kinds[ring] == kind]
-        full = [each for each in self._full if kinds[each[0]] == kind]
-        if not free and full:
+        free = [ring for ring in self._free if ring in fitting]
+        full = [each for each in self._full if each[0] in fitting]
+        if not free and full and not self.pool.is_debug:
             ring, whose, number = full[0]
-            self.pool.wait_for(lambda: self._reader(whose, number))
+            self._wait_for_readers(index, whose, number)
             self._full.remove(full[0])
             return ring
         if not free:
             return _HOME
         self._free.remove(free[0])
         return free[0]
+
+    def _wait_for_readers(self, index: int, whose: int, number: int) -> None:
+        """Wait until all have added up a buffer that is to be filled anew.
+
+        The stall detector does not know of this wait: it does not wait for ranks to come to the
+        same place, and they come to it at different times, or not at all (without gradients).
+        """
+        pool, reservations = self.pool, self.pool.plan.reservations
+        try:
+            pool.wait_for(lambda: self._reader(whose, number))
+        except RuntimeError as error:
+            raise StallError(
+                f"rank {pool.rank} of {pool.num_ranks}: no reduce buffer for unit "
+                f"`{reservations[index].name}`, because not all ranks have added up that of unit "
+                f"`{reservations[whose].name}`: {error}"
+            ) from error
 
     def close(self, buffer: Tensor) -> None:
         """A buffer has been reduced, or will not be."""
@@ -92,6 +114,8 @@ class ReduceBuffers:
     def start(self, index: int, buffer: Tensor, out: Tensor, accumulate: bool) -> SharedReduction:
         """Tell the others that ``buffer`` is full; see ``Transport.start_reduce_scatter``."""
         pool = self.pool
+        # What is told about a reduction stands until all have read it.
+        self._wait_for_readers(index, index, self._numbers[index])
         taken = self._taken[id(buffer)]
         ring, taken.is_filling = taken.ring, False
         number = self._numbers[index] = self._numbers[index] + 1
@@ -111,11 +135,13 @@ class ReduceBuffers:
             pool.segment.punch(self._offset(pool.rank, index, _HOME), size)
             self._homes.discard(index)
 
-    def part(self, rank: int, index: int, numel: int) -> Tensor:
-        """Return this rank's part of another's buffer, which is full."""
+    def part(self, rank: int, index: int, number: int, numel: int) -> Tensor:
+        """Return this rank's part of another's buffer, which is full, in a reduction."""
         pool = self.pool
         row = pool.row(pool.plan.ready, index)
-        ring = pool.segment.cells[row + rank] & _HOME
+        told = pool.segment.cells[row + rank]
+        assert told >> _RING_BITS == number, f"rank {rank} told of another reduction"
+        ring = told & _HOME
         dtype = pool.plan.reservations[index].reduce_dtype
         start = numel * dtype.itemsize * pool.rank
         return pool.segment.shared(self._offset(rank, index, ring) + start, numel, dtype)
@@ -166,7 +192,8 @@ class SharedReduction:
         if self._is_done or self._blocker() is not None:
             return False
         pool, numel = self.buffers.pool, self.out.numel()
-        parts = [self.buffers.part(rank, self.index, numel) for rank in range(pool.num_ranks)]
+        which = self.index, self.number, numel
+        parts = [self.buffers.part(rank, *which) for rank in range(pool.num_ranks)]
         pairwise.add_in_order(self.out, parts, self.accumulate)
         self._is_done = True
         pool.duties.remove(self)

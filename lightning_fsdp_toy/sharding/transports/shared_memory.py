@@ -148,8 +148,7 @@ class SharedMemoryTransport(PairwiseTransport):
         """Return a buffer of the segment, once one is free."""
         if not self.shares_memory_of(unit):
             return super().open_reduce_buffer(unit, numel, dtype, device, is_kept)
-        with self._named("reduce buffer", unit):
-            return self._buffers.take(self._index[unit], is_kept)
+        return self._buffers.take(self._index[unit], is_kept)
 
     def close_reduce_buffer(self, buffer: Tensor) -> None:
         """A buffer has been reduced, or will not be."""
