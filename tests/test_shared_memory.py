@@ -312,6 +312,41 @@ def test_memory_is_reused_unless_somebody_keeps_a_view():
     run_ranks(_count_uses, 2)
 
 
+def _keep_the_last_view():
+    model = make_model(transport="shared_memory")
+    stash = {}
+    model.layers[1].register_forward_pre_hook(
+        lambda module, _: stash.update(last=next(module.parameters()).detach().numpy())
+    )
+    counts = []
+    for _ in range(2):
+        train(model, steps=5)
+        with open("/proc/self/maps") as maps:
+            counts.append((len(os.listdir("/proc/self/fd")), len(maps.readlines())))
+    assert counts[1][0] == counts[0][0]
+    assert counts[1][1] <= counts[0][1] + 5  # addresses that are taken for good lie side by side
+
+
+def test_views_that_are_kept_cost_no_descriptors():
+    run_ranks(_keep_the_last_view, 2)
+
+
+def _lack_room():
+    """The pool fits into /dev/shm, a place more for every gradient does not."""
+    model = make_model(transport="shared_memory")
+    assert get_root(model).mesh.shards.pool is not None
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = refuse
+    return train(model, syncs_last=True)
+
+
+def test_gradients_that_are_kept_need_no_room_in_the_segment():
+    run_ranks(_lack_room, 2)
+
+
 # -- without it ---------------------------------------------------------------------------------
 
 

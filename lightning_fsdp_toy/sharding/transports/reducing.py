@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_fsdp_toy.sharding.stalls import StallError
 from lightning_fsdp_toy.sharding.transports import pairwise
 from lightning_fsdp_toy.sharding.transports.pool import SharedPool
+from lightning_fsdp_toy.sharding.transports.segment import pages
 
 __all__ = ["ReduceBuffers", "SharedReduction"]
 
@@ -43,15 +44,16 @@ class ReduceBuffers:
         self._numbers = [0] * len(pool.plan.reservations)  # of reductions of each flat parameter
         self._homes: set[int] = set()  # those that may have memory
 
-    def take(self, index: int, is_kept: bool) -> Tensor:
-        """Return a buffer for the gradients of a flat parameter, once one is free.
+    def take(self, index: int) -> Tensor:
+        """Return a buffer for the gradients of a flat parameter, once one is free."""
+        taken = self._take(index)
+        self._taken[id(taken.buffer)] = taken
+        self.pool.memory.add("pool", -taken.pooled_bytes)
+        return taken.buffer
 
-        Args:
-            index: of the flat parameter.
-            is_kept: others are taken before it is reduced.
-        """
+    def _take(self, index: int) -> _Taken:
         pool, reservation = self.pool, self.pool.plan.reservations[index]
-        ring = _HOME if reservation.is_root or is_kept else self._take_ring(index)
+        ring = _HOME if reservation.is_root else self._take_ring(index)
         if ring == _HOME:
             self._wait_for_readers(index, index, self._numbers[index])
         offset = self._offset(pool.rank, index, ring)
@@ -60,10 +62,7 @@ class ReduceBuffers:
             pool.segment.commit(offset, reservation.reduced_bytes)
             self._homes.add(index)
         buffer = pool.segment.shared(offset, reservation.numel, reservation.reduce_dtype)
-        pooled = reservation.reduced_bytes if is_pooled else 0
-        self._taken[id(buffer)] = _Taken(buffer, index, ring, pooled)
-        pool.memory.add("pool", -pooled)
-        return buffer
+        return _Taken(buffer, index, ring, reservation.reduced_bytes if is_pooled else 0)
 
     def _take_ring(self, index: int) -> int:
         """Return a buffer that is reused, its own place if all that fit are being filled."""
@@ -106,17 +105,22 @@ class ReduceBuffers:
 
     def close(self, buffer: Tensor) -> None:
         """A buffer has been reduced, or will not be."""
-        taken = self._taken.pop(id(buffer))
-        if taken.is_filling and taken.ring != _HOME:
-            self._free.append(taken.ring)
-        self.pool.memory.add("pool", taken.pooled_bytes)
+        taken = self._taken.pop(id(buffer), None)
+        if taken is not None:
+            if taken.is_filling and taken.ring != _HOME:
+                self._free.append(taken.ring)
+            self.pool.memory.add("pool", taken.pooled_bytes)
 
     def start(self, index: int, buffer: Tensor, out: Tensor, accumulate: bool) -> SharedReduction:
         """Tell the others that ``buffer`` is full; see ``Transport.start_reduce_scatter``."""
         pool = self.pool
         # What is told about a reduction stands until all have read it.
         self._wait_for_readers(index, index, self._numbers[index])
-        taken = self._taken[id(buffer)]
+        taken = self._taken.get(id(buffer))
+        if taken is None:  # kept over micro-batches in memory of its own, which counts as before
+            taken = self._taken[id(buffer)] = self._take(index)
+            taken.buffer.copy_(buffer)
+            taken.pooled_bytes = 0
         ring, taken.is_filling = taken.ring, False
         number = self._numbers[index] = self._numbers[index] + 1
         if ring != _HOME:
@@ -131,7 +135,7 @@ class ReduceBuffers:
         pool = self.pool
         filling = {each.index for each in self._taken.values() if each.is_filling}
         for index in self._homes - filling:
-            size = pool.plan.reservations[index].reduced_bytes
+            size = pages(pool.plan.reservations[index].reduced_bytes)
             pool.segment.punch(self._offset(pool.rank, index, _HOME), size)
             self._homes.discard(index)
 

@@ -40,7 +40,7 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _CELL, _BELL = 8, 64  # bytes; a bell has a cache line of its own
 _LIBC = ctypes.CDLL(None, use_errno=True)  # gives up the GIL
 _QUICK_LIBC = ctypes.PyDLL(None)  # keeps it
-_retired: list[mmap.mmap] = []
+_LIBC.mmap.restype = ctypes.c_void_p
 
 
 class SharedMemoryError(RuntimeError):
@@ -78,7 +78,9 @@ class Segment:
             what = path or _DIRECTORY
             raise SharedMemoryError(f"{what}: {os.strerror(error.errno or 0)}") from error
         weakref.finalize(self, os.close, self._fd)
-        self._private: dict[int, mmap.mmap] = {}  # by offset
+        self._private: dict[int, int] = {}  # addresses by offset
+        self._lengths: dict[int, int] = {}  # by address
+        weakref.finalize(self, _unmap, self._lengths)
         control = memoryview(self._shared)[: _CELL * num_cells]
         self.cells = control.cast("q")
         self._bell_offset = control_bytes(num_cells, 0)
@@ -102,26 +104,24 @@ class Segment:
 
         Call it when the others have written. What this rank writes stays with it.
         """
-        mapping = self._private.get(offset)
-        if mapping is None:
-            mapping = mmap.mmap(self._fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
-            self._private[offset] = mapping
+        address = self._private.get(offset)
+        if address is None:
+            access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+            address = _map(None, num_bytes, access, flags, self._fd, offset)
+            self._private[offset] = address
+            self._lengths[address] = num_bytes
         else:
-            mapping.madvise(mmap.MADV_DONTNEED)
-        return _storage(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), num_bytes)
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+        return _storage(address, num_bytes)
 
     def retire(self, offset: int) -> None:
         """Let nothing be read through the last storage of ``private`` any more: a crash instead.
 
-        The next is at another address.
+        The next is at another address; this one stays taken.
         """
-        mapping = self._private.pop(offset)
-        address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))
+        address = self._private.pop(offset)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        size = ctypes.c_size_t(len(mapping))
-        failed = _LIBC.mmap(address, size, _PROT_NONE, flags, -1, ctypes.c_long(0)) == -1
-        assert not failed, "the kernel took no mapping in the place of another"
-        _retired.append(mapping)  # the addresses stay taken
+        _map(address, self._lengths.pop(address), _PROT_NONE, flags, -1, 0)
 
     def commit(self, offset: int, num_bytes: int) -> None:
         """Take memory now, so that writing cannot fail later.
@@ -134,7 +134,10 @@ class Segment:
         except OSError as error:
             mib = num_bytes / 2**20
             reason = os.strerror(error.errno or errno.ENOSPC)
-            raise SharedMemoryError(f"{mib:.1f} MiB in {_DIRECTORY}: {reason}") from error
+            raise SharedMemoryError(
+                f"{mib:.1f} MiB in {_DIRECTORY}: {reason} (make it larger, in Docker with "
+                f"--shm-size, or set transport='pairwise')"
+            ) from error
 
     def punch(self, offset: int, num_bytes: int) -> None:
         """Give the memory back; the place stays usable, filled with zeros."""
@@ -177,6 +180,20 @@ def _make(num_bytes: int) -> int:
     fd = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     os.ftruncate(fd, num_bytes)
     return fd
+
+
+def _map(address: int | None, num_bytes: int, access: int, flags: int, fd: int, at: int) -> int:
+    """Map memory; not by Python's class, which keeps a copy of the descriptor open."""
+    where, length = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+    mapped: int | None = _LIBC.mmap(where, length, access, flags, fd, ctypes.c_long(at))
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
+    return mapped
+
+
+def _unmap(lengths: dict[int, int]) -> None:
+    for address, num_bytes in lengths.items():
+        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
 
 
 def _storage(address: int, num_bytes: int) -> torch.UntypedStorage:

@@ -145,10 +145,10 @@ class SharedMemoryTransport(PairwiseTransport):
     def open_reduce_buffer(
         self, unit: str, numel: int, dtype: torch.dtype, device: torch.device, is_kept: bool
     ) -> Tensor:
-        """Return a buffer of the segment, once one is free."""
-        if not self.shares_memory_of(unit):
+        """Return a buffer of the segment, once one is free; not for what is kept for long."""
+        if is_kept or not self.shares_memory_of(unit):
             return super().open_reduce_buffer(unit, numel, dtype, device, is_kept)
-        return self._buffers.take(self._index[unit], is_kept)
+        return self._buffers.take(self._index[unit])
 
     def close_reduce_buffer(self, buffer: Tensor) -> None:
         """A buffer has been reduced, or will not be."""
