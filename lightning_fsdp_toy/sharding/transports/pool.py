@@ -22,8 +22,7 @@ from lightning_fsdp_toy.sharding.transports.segment import Segment, control_byte
 __all__ = ["Duty", "Reservation", "SegmentPlan", "SharedPool"]
 
 _NUM_LOOKS = 200  # at a cell, before a rank sleeps
-_SLICE_S = 0.05  # longest sleep: then timeouts and lost ranks are looked for
-_DUTY_SLICE_S = 0.001  # longest sleep of a rank that has duties
+_SLICE_S = 0.1  # longest sleep: then timeouts and lost ranks are looked for
 
 
 class Reservation(NamedTuple):
@@ -230,7 +229,7 @@ class SharedPool:
         Raises:
             RuntimeError: the time is up, a rank has ended, or the wait is in vain.
         """
-        looks, deadline = 0, 0.0
+        looks, deadline, next_check = 0, 0.0, 0.0
         while True:
             rank = blocker()
             if rank is None:
@@ -240,13 +239,17 @@ class SharedPool:
             looks += 1
             if looks < self._looks:
                 continue
-            seen = self.segment.bell(rank)
-            if blocker() != rank:
+            bell = None if self.duties else rank  # duties may depend on any rank
+            seen = self.segment.bell(bell)
+            if blocker() != rank or self.do_duties():
                 continue
-            self.segment.sleep(rank, seen, _DUTY_SLICE_S if self.duties else _SLICE_S)
+            self.segment.sleep(bell, seen, _SLICE_S)
             now = time.monotonic()
             deadline = deadline or now + self._timeout_s
-            self._check(rank, blocker, now > deadline)
+            next_check = next_check or now + _SLICE_S
+            if now >= next_check:
+                next_check = now + _SLICE_S
+                self._check(rank, blocker, now > deadline)
 
     def _check(self, rank: int, blocker: Callable[[], int | None], is_late: bool) -> None:
         stalls = self._stalls

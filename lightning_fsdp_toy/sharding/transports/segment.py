@@ -9,10 +9,11 @@ Note: a segment
 
 Note: cells and bells
     Ranks tell each other how far they are in *cells*: 64-bit counters, each written by one rank
-    only and only ever raised. A rank that changes cells rings its *bell*, a 32-bit word. Whoever
-    waits for a cell looks at it for a while (not where there are more ranks than cores) and then
-    sleeps in the kernel until the bell of its writer changes (Linux ``futex``): the kernel compares
-    the bell with what the sleeper last saw, so no ring is missed.
+    only and only ever raised. A rank that changes cells rings its *bell*, a 32-bit word, and one
+    that all share. Whoever waits for a cell looks at it for a while (not where there are more ranks
+    than cores) and then sleeps in the kernel until the bell of its writer, or the shared one,
+    changes (Linux ``futex``): the kernel compares the bell with what the sleeper last saw, so no
+    ring is missed. In the shared bell no two ranks ever write the same value.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Segment:
     Args:
         num_bytes: its length, a multiple of a page.
         num_cells: counters at its beginning.
-        num_bells: bells after them; one for each rank.
+        num_ranks: each has a bell, after the cells.
         path: where another process has it open; None: make it.
 
     Attributes:
@@ -68,9 +69,10 @@ class Segment:
     """
 
     def __init__(
-        self, num_bytes: int, num_cells: int, num_bells: int, path: str | None = None
+        self, num_bytes: int, num_cells: int, num_ranks: int, path: str | None = None
     ) -> None:
         self.num_bytes = num_bytes
+        self.num_ranks = num_ranks
         try:
             self._fd = _make(num_bytes) if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
             self._shared = mmap.mmap(self._fd, num_bytes)
@@ -83,10 +85,10 @@ class Segment:
         weakref.finalize(self, _unmap, self._lengths)
         control = memoryview(self._shared)[: _CELL * num_cells]
         self.cells = control.cast("q")
-        self._bell_offset = control_bytes(num_cells, 0)
+        self._bell_offset = _cell_bytes(num_cells)
         self._bells = [
             memoryview(self._shared)[at : at + 4].cast("i")
-            for at in range(self._bell_offset, self._bell_offset + _BELL * num_bells, _BELL)
+            for at in range(self._bell_offset, self._bell_offset + _BELL * (num_ranks + 1), _BELL)
         ]
         self._shared_address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
 
@@ -146,24 +148,26 @@ class Segment:
 
     # -- bells ----------------------------------------------------------------------------------
 
-    def bell(self, rank: int) -> int:
-        """Return what a bell shows; give it to ``sleep``."""
-        return int(self._bells[rank][0])
+    def bell(self, rank: int | None) -> int:
+        """Return what a bell shows (None: the shared one); give it to ``sleep``."""
+        return int(self._bells[self.num_ranks if rank is None else rank][0])
 
     def ring(self, rank: int) -> None:
         """Wake all that sleep until this rank has news. Only that rank calls it."""
-        bell = self._bells[rank]
-        bell[0] = (bell[0] + 1) & 0x3FFFFFFF
+        own = self._bells[rank]
+        own[0] = (own[0] + 1) & 0x3FFFFF
+        self._bells[self.num_ranks][0] = own[0] << 8 | (rank & 0xFF)
         if _SYS_FUTEX is not None:
-            address = ctypes.c_void_p(self._bell_address(rank))
-            _QUICK_LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)
+            for bell in (rank, self.num_ranks):
+                address = ctypes.c_void_p(self._bell_address(bell))
+                _QUICK_LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL, None, None, 0)
 
-    def sleep(self, rank: int, seen: int, seconds: float) -> None:
+    def sleep(self, rank: int | None, seen: int, seconds: float) -> None:
         """Sleep until a bell shows something else than ``seen``, or the time is up."""
         if _SYS_FUTEX is None:
             return
         limit = _Timespec(0, int(seconds * 1e9))
-        address = ctypes.c_void_p(self._bell_address(rank))
+        address = ctypes.c_void_p(self._bell_address(self.num_ranks if rank is None else rank))
         _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0)
 
     def _bell_address(self, rank: int) -> int:
@@ -203,10 +207,13 @@ def _storage(address: int, num_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def control_bytes(num_cells: int, num_bells: int) -> int:
+def control_bytes(num_cells: int, num_ranks: int) -> int:
     """Bytes of cells and bells, bells on cache lines."""
-    cells = -(-_CELL * num_cells // _BELL) * _BELL
-    return cells + _BELL * num_bells
+    return _cell_bytes(num_cells) + _BELL * (num_ranks + 1)
+
+
+def _cell_bytes(num_cells: int) -> int:
+    return -(-_CELL * num_cells // _BELL) * _BELL
 
 
 def pages(num_bytes: int) -> int:
