@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fsdp_toy.sharding.collectives import Place, Transport, Work
 from lightning_fsdp_toy.sharding.memory import MemoryCounter
 
-__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes", "swap_memory", "uses_of"]
+__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes", "swap_memory"]
 
 _LIBC = ctypes.CDLL(None)
 
@@ -125,20 +125,27 @@ class GatheredBuffer:
         self.wait()  # messages under way still write to it
         if not self._has_memory or self.is_permanent:
             return
-        if self._is_placed:
+        if not self.tensor.untyped_storage().resizable():
+            self._leave_to_array()
+        elif self._is_placed:
             assert self.place is not None
             self.place.release(self.tensor)
-            self._has_memory = self._is_placed = False
-            return
-        if not self.tensor.untyped_storage().resizable():
-            # A numpy array shares this memory; torch never takes it away from the storage then.
-            with torch.inference_mode(False):
-                old, self.tensor = self.tensor, torch.empty_like(self.tensor)
-            self.on_replaced(old, self.tensor)
-            del old
+        else:
+            self.transport.release_(self.tensor)
+            self.memory.add("unsharded", -num_bytes(self.tensor))
+        self._has_memory = self._is_placed = False
+
+    def _leave_to_array(self) -> None:
+        """Leave its memory to the numpy array that shares it, which torch never takes away."""
+        with torch.inference_mode(False):
+            old, self.tensor = self.tensor, torch.empty_like(self.tensor)
+        self.on_replaced(old, self.tensor)
         self.transport.release_(self.tensor)
-        self.memory.add("unsharded", -num_bytes(self.tensor))
-        self._has_memory = False
+        if self._is_placed:
+            assert self.place is not None
+            self.place.leave(old)
+        else:
+            self.memory.add("unsharded", -num_bytes(self.tensor))
 
     @torch.no_grad()
     def keep_apart(self) -> None:
@@ -166,13 +173,6 @@ def give_back_freed_memory() -> None:
 def swap_memory(buffer: Tensor, storage: torch.UntypedStorage) -> None:
     """Exchange the memory of a buffer, all views of it included, and of a storage."""
     buffer.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-
-
-def uses_of(buffer: Tensor) -> int:
-    """Return how many tensors are views of a buffer, itself included."""
-    storage = buffer.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 def num_bytes(tensor: Tensor) -> int:

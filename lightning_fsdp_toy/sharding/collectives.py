@@ -88,6 +88,10 @@ class Place(Protocol):
         """Take the memory back."""
         ...
 
+    def leave(self, buffer: Tensor) -> None:
+        """Leave the memory to ``buffer``, as it is now; use other memory from now on."""
+        ...
+
 
 class Transport(ABC):
     """Moves shards between the ranks of one process group, and owns the memory of unit buffers.

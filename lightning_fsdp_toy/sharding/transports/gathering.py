@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_fsdp_toy.sharding.buffers import swap_memory, uses_of
+from lightning_fsdp_toy.sharding.buffers import swap_memory
 from lightning_fsdp_toy.sharding.collectives import Work
 from lightning_fsdp_toy.sharding.transports.pool import SharedPool
 
@@ -23,7 +23,6 @@ class SharedGather:
         pool: what the ranks share.
         index: of the flat parameter.
         collective: notes a gather of a buffer that its second argument begins.
-        num_uses: of the buffer, where nobody but the flat parameter has views of it.
     """
 
     def __init__(
@@ -31,12 +30,10 @@ class SharedGather:
         pool: SharedPool,
         index: int,
         collective: Callable[[Tensor, Callable[[], Work]], Work],
-        num_uses: int,
     ) -> None:
         self.pool = pool
         self.index = index
         self._collective = collective
-        self._num_uses = num_uses
         self.reservation = pool.plan.reservations[index]
         self._number = 0  # of the gather that has begun last
         self._shard: Tensor | None = None  # to be copied once the place is known
@@ -100,17 +97,23 @@ class SharedGather:
 
     def release(self, buffer: Tensor) -> None:
         """Take the memory from ``buffer``, if the gather came to an end; others may have it."""
-        pool = self.pool
+        if self._held is not None:
+            swap_memory(buffer, self._held)
+        self._let_go()
+
+    def leave(self, buffer: Tensor) -> None:
+        """Leave the memory to ``buffer`` (see ``Place``); others may have the place."""
+        plan = self.pool.plan
+        self.pool.segment.leave(plan.places[self._place], buffer.untyped_storage())
+        self._let_go()
+
+    def _let_go(self) -> None:
+        pool, self._held = self.pool, None
         self._count(-1)
         if self in pool.duties:  # the wait for it failed before there was a place
             pool.duties.remove(self)
             self._shard = None
             return
-        if self._held is not None:
-            swap_memory(buffer, self._held)
-            self._held = None
-            if uses_of(buffer) > self._num_uses:  # an array that somebody keeps must not change
-                pool.segment.retire(pool.plan.places[self._place])
         pool.held.discard(self._place)
         pool.tell(pool.row(pool.plan.released, self._place), self._use)
         if pool.rank == 0 and pool.homes:

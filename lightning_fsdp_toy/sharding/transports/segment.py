@@ -24,7 +24,6 @@ import mmap
 import os
 import platform
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ _DIRECTORY = "/dev/shm"
 _SYS_FUTEX = {"x86_64": 202}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 0x7FFFFFFF
 _FALLOC_PUNCH_HOLE = 3  # and keep the size
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_MAP_FIXED = 0x10
 _CELL, _BELL = 8, 64  # bytes; a bell has a cache line of its own
 _LIBC = ctypes.CDLL(None, use_errno=True)  # gives up the GIL
 _QUICK_LIBC = ctypes.PyDLL(None)  # keeps it
@@ -80,9 +79,7 @@ class Segment:
             what = path or _DIRECTORY
             raise SharedMemoryError(f"{what}: {os.strerror(error.errno or 0)}") from error
         weakref.finalize(self, os.close, self._fd)
-        self._private: dict[int, int] = {}  # addresses by offset
-        self._lengths: dict[int, int] = {}  # by address
-        weakref.finalize(self, _unmap, self._lengths)
+        self._private: dict[int, torch.UntypedStorage] = {}  # by offset
         control = memoryview(self._shared)[: _CELL * num_cells]
         self.cells = control.cast("q")
         self._bell_offset = _cell_bytes(num_cells)
@@ -106,24 +103,36 @@ class Segment:
 
         Call it when the others have written. What this rank writes stays with it.
         """
-        address = self._private.get(offset)
-        if address is None:
-            access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-            address = _map(None, num_bytes, access, flags, self._fd, offset)
-            self._private[offset] = address
-            self._lengths[address] = num_bytes
+        storage = self._private.get(offset)
+        if storage is None:
+            storage = self._private[offset] = self._map_private(offset, num_bytes)
         else:
-            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
-        return _storage(address, num_bytes)
+            address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(num_bytes)
+            _LIBC.madvise(address, length, mmap.MADV_DONTNEED)
+        return storage
 
-    def retire(self, offset: int) -> None:
-        """Let nothing be read through the last storage of ``private`` any more: a crash instead.
+    def leave(self, offset: int, storage: torch.UntypedStorage) -> None:
+        """Leave the view of the memory to ``storage``, as it is now; the next is another one."""
+        del self._private[offset]
+        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        for at in range(0, storage.nbytes(), PAGE_BYTES):
+            memory[at] = memory[at]  # the kernel copies the page
 
-        The next is at another address; this one stays taken.
+    def _map_private(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
+        """Map this rank's view of the memory into a storage that torch unmaps.
+
+        One that torch itself shares, by which it tells whether a numpy array uses the memory; its
+        file (nameless, like the segment) is emptied, and its addresses are mapped anew.
         """
-        address = self._private.pop(offset)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        _map(address, self._lengths.pop(address), _PROT_NONE, flags, -1, 0)
+        storage = torch.UntypedStorage(num_bytes)
+        descriptor, _ = storage._share_fd_cpu_()  # the storage's own
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(num_bytes)
+        mapped = _LIBC.mmap(address, length, access, flags, self._fd, ctypes.c_long(offset))
+        if mapped != storage.data_ptr():
+            raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
+        os.ftruncate(descriptor, 0)
+        return storage
 
     def commit(self, offset: int, num_bytes: int) -> None:
         """Take memory now, so that writing cannot fail later.
@@ -184,27 +193,6 @@ def _make(num_bytes: int) -> int:
     fd = os.open(_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     os.ftruncate(fd, num_bytes)
     return fd
-
-
-def _map(address: int | None, num_bytes: int, access: int, flags: int, fd: int, at: int) -> int:
-    """Map memory; not by Python's class, which keeps a copy of the descriptor open."""
-    where, length = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
-    mapped: int | None = _LIBC.mmap(where, length, access, flags, fd, ctypes.c_long(at))
-    if mapped is None or mapped == ctypes.c_void_p(-1).value:
-        raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
-    return mapped
-
-
-def _unmap(lengths: dict[int, int]) -> None:
-    for address, num_bytes in lengths.items():
-        _LIBC.munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
-
-
-def _storage(address: int, num_bytes: int) -> torch.UntypedStorage:
-    device = torch.device("cpu")
-    made: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
-    storage: torch.UntypedStorage = made
-    return storage
 
 
 def control_bytes(num_cells: int, num_ranks: int) -> int:

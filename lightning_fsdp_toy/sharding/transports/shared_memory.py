@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp_toy.sharding.buffers import uses_of
 from lightning_fsdp_toy.sharding.collectives import Work
 from lightning_fsdp_toy.sharding.groups import timeout_of
 from lightning_fsdp_toy.sharding.ledger import Ledger
@@ -121,7 +120,7 @@ class SharedMemoryTransport(PairwiseTransport):
 
     # -- gathering ------------------------------------------------------------------------------
 
-    def open_place(self, unit: str, num_uses: int) -> SharedGather | None:
+    def open_place(self, unit: str) -> SharedGather | None:
         """Return what gathers a flat parameter in shared memory; None: messages do."""
         if self.pool is None or unit not in self._index:
             return None
@@ -130,7 +129,7 @@ class SharedMemoryTransport(PairwiseTransport):
             share = self._share(buffer)
             return self._start("all-gather", unit, buffer, share, begin, wire_bytes=0)
 
-        return SharedGather(self.pool, self._index[unit], collective, num_uses)
+        return SharedGather(self.pool, self._index[unit], collective)
 
     # -- reducing -------------------------------------------------------------------------------
 
@@ -211,7 +210,7 @@ def share_memory(root: RootState) -> None:
         )
     transport.reserve(plan, root.memory, num_needed)
     for flat in root.flats:
-        flat.compute.place = transport.open_place(flat.name, uses_of(flat.compute.tensor))
+        flat.compute.place = transport.open_place(flat.name)
 
 
 def stop_sharing(root: RootState) -> None:
