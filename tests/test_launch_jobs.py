@@ -73,8 +73,10 @@ def test_job_writes_what_the_design_lists(tmp_path: Path) -> None:
         *("unsharded_peak_bytes", "peak_bytes", "process_peak_bytes"),
     ]
     assert list(summary["communication"]["measured"]) == [
-        *("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes", "total_bytes")
+        *("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes"),
+        *("total_bytes", "wire_bytes"),  # none of them, in shared memory
     ]
+    assert summary["communication"]["measured"]["wire_bytes"] == 0
     assert all(summary[group]["planned"] == {} for group in ("memory", "communication"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("checkpoints", "pictures", "ranks", "summary.json", "tensorboard")

@@ -257,11 +257,16 @@ class Ledger:
             self.note(self._unresolved.popleft().resolve())
 
     def bytes_by_operation(self) -> dict[str, int]:
-        """Return bytes sent by this rank since the last reset, by operation."""
+        """Return bytes that others got of this rank since the last reset, by operation."""
         sent: dict[str, int] = {}
         for (operation, _), total in self._totals.items():
             sent[operation] = sent.get(operation, 0) + total.sent_bytes
         return sent
+
+    def wire_bytes(self, *operations: str) -> int:
+        """Return bytes of these operations that the process group carried since the last reset."""
+        totals = self._totals.items()
+        return sum(total.wire_bytes for (name, _), total in totals if name in operations)
 
     def calls_by_operation(self) -> dict[str, int]:
         """Return the number of collectives since the last reset, by operation."""

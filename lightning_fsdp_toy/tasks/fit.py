@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_WARM_UP_STEPS = 1  # optimizer steps that the throughput leaves out
 _LAST = "checkpoints/last.ckpt"
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 _NO_HPARAMS = ("callbacks", "logger", "launch", "run_dir", "task")
 
 
@@ -231,11 +232,11 @@ def make_summary(job: Job, trainer: L.Trainer, probe: Probe) -> dict[str, Any]:
         f"{name}_bytes": round(probe.sent.get(name, 0) / max(1, probe.num_steps))
         if hasattr(trainer.strategy, "ledger")
         else None
-        for name in ("all_gather", "reduce_scatter", "all_reduce")
+        for name in (*_OPERATIONS, "wire")
     }
-    sent["total_bytes"] = (
-        sum(value or 0 for value in sent.values()) if hasattr(trainer.strategy, "ledger") else None
-    )
+    parts = [sent[f"{name}_bytes"] for name in _OPERATIONS]
+    sent["total_bytes"] = None if None in parts else sum(part or 0 for part in parts)
+    sent["wire_bytes"] = sent.pop("wire_bytes")  # the last
     metrics = {
         name: float(trainer.callback_metrics[name]) if name in trainer.callback_metrics else None
         for name in ("train/loss", "val/loss", "val/perplexity")
@@ -289,9 +290,14 @@ def report(job: Job, trainer: L.Trainer, summary: dict[str, Any], num_parameters
 
 
 def _bytes_sent(trainer: L.Trainer) -> dict[str, int]:
-    """Bytes this rank has sent so far by operation; empty where the strategy keeps no ledger."""
+    """Bytes others got of this rank so far by operation, and `wire`: what of them was sent.
+
+    Empty where the strategy keeps no ledger.
+    """
     ledger = getattr(trainer.strategy, "ledger", None)
-    return dict(ledger.bytes_by_operation()) if ledger is not None else {}
+    if ledger is None:
+        return {}
+    return {**ledger.bytes_by_operation(), "wire": ledger.wire_bytes(*_OPERATIONS)}
 
 
 def _synchronize(device: torch.device) -> None:

@@ -125,7 +125,8 @@ def print_table(summary: Mapping[str, Any], num_parameters: int) -> None:
         ("optimizer state", measured["optimizer_bytes"]),
         ("unsharded at most", measured["unsharded_peak_bytes"]),
         ("process at most", measured["process_peak_bytes"]),
-        ("sent per optimizer step", sent["total_bytes"]),
+        ("exchanged per optimizer step", sent["total_bytes"]),
+        ("of this sent over connections", sent["wire_bytes"]),
     ):
         if value is not None:
             table.add_row(f"{label}, per rank", f"{value / _MIB:,.2f} MiB")
