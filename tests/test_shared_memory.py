@@ -350,6 +350,9 @@ def _without(reason, transport):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         os.posix_fallocate = refuse
+    elif reason == "tight":
+        real_status = os.statvfs
+        os.statvfs = lambda path: os.statvfs_result([*real_status(path)[:4], 1, *[0] * 5])
     elif dist.get_rank() == 1:  # another machine: there is nothing under that path, or another file
         real = os.open
         os.open = lambda path, *a, **k: real("/dev/null" if "/fd/" in str(path) else path, *a, **k)
@@ -363,6 +366,7 @@ def _without(reason, transport):
     [
         ("missing", "/dev/shm|/no/such/folder: No such file or directory"),
         ("full", "MiB in /dev/shm: No space left on device"),
+        ("tight", "to map a unit, where 0.0 MiB are free"),
         ("elsewhere", "the ranks are not on one machine"),
     ],
 )

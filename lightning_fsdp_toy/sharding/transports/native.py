@@ -51,16 +51,6 @@ class NativeTransport(Transport):
         super().__init__(group, ledger)
         self._reduce_group = new_group_like(group, backend) if backend == "nccl" else group
 
-    def collect_objects(self, value: Any, unit: str) -> list[Any] | None:
-        """Return every rank's ``value`` (picklable), in rank order, on rank 0; None elsewhere."""
-        if self._control is None or self.world_size == 1:
-            return [value]
-        collected: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self._compare("collection", unit, "objects")
-        with self._named("collection", unit, self._control):
-            dist.gather_object(value, collected, group=self._control, group_dst=0)
-        return collected
-
     def scratch_bytes(self, buffer: Tensor, out: Tensor, accumulate: bool) -> int:
         """One more shard, where the sum arrives before it is added or converted."""
         is_direct = self._is_direct(buffer, out, accumulate)

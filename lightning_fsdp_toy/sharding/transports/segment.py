@@ -121,9 +121,11 @@ class Segment:
     def _map_private(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Map this rank's view of the memory into a storage that torch unmaps.
 
-        One that torch itself shares, by which it tells whether a numpy array uses the memory; its
-        file (nameless, like the segment) is emptied, and its addresses are mapped anew.
+        One that torch itself shares, by which it tells whether a numpy array uses the memory. Torch
+        makes a file of its own for it, and writes to it; that is emptied, and its addresses are
+        mapped anew.
         """
+        self.require(num_bytes)
         storage = torch.UntypedStorage(num_bytes)
         descriptor, _ = storage._share_fd_cpu_()  # the storage's own
         access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
@@ -149,6 +151,21 @@ class Segment:
                 f"{mib:.1f} MiB in {_DIRECTORY}: {reason} (make it larger, in Docker with "
                 f"--shm-size, or set transport='pairwise')"
             ) from error
+
+    def require(self, num_bytes: int) -> None:
+        """Refuse to go on without this much free memory: writing to a full file system crashes.
+
+        Raises:
+            SharedMemoryError: there is too little.
+        """
+        status = os.statvfs(_DIRECTORY)
+        free = status.f_bavail * status.f_frsize
+        if free < num_bytes:
+            raise SharedMemoryError(
+                f"{num_bytes / 2**20:.1f} MiB in {_DIRECTORY} to map a unit, where "
+                f"{free / 2**20:.1f} MiB are free (make it larger, in Docker with --shm-size, or "
+                f"set transport='pairwise')"
+            )
 
     def punch(self, offset: int, num_bytes: int) -> None:
         """Give the memory back; the place stays usable, filled with zeros."""

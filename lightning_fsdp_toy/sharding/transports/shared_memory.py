@@ -103,6 +103,7 @@ class SharedMemoryTransport(PairwiseTransport):
             try:
                 segment = Segment(*sizes)
                 segment.commit(0, num_needed_bytes)
+                segment.require(self.world_size * max(plan.place_bytes))  # all map at once
                 segment.punch(plan.num_kept_bytes, plan.num_bytes - plan.num_kept_bytes)
                 segment.cells[plan.token] = token
                 path = segment.path
