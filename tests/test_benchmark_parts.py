@@ -13,8 +13,7 @@ import hydra
 import pytest
 from hydra.errors import HydraException
 
-from lightning_fsdp_toy.jobs import JobError, make_job
-from lightning_fsdp_toy.launch import launch
+from lightning_fsdp_toy.jobs import make_job
 from lightning_fsdp_toy.messages import describe_idle_group
 from lightning_fsdp_toy.tasks import Job
 from lightning_fsdp_toy.tasks.benchmark.counters import network_bytes, pss_bytes
@@ -36,7 +35,7 @@ from lightning_fsdp_toy.tasks.benchmark.outcomes import (
 from lightning_fsdp_toy.tasks.benchmark.scaling import scaling_stages
 from lightning_fsdp_toy.tasks.benchmark.variants import VARIANTS
 from lightning_fsdp_toy.tasks.benchmark.worker import WorkerSpec
-from tests.test_launch_jobs import CONF, compose
+from tests.test_launch_jobs import CONF, check_refused, compose
 
 STEADY = {"toy_fsdp": [0.1] * 7, "ddp": [0.12] * 7, "floor": [0.09] * 7}
 NOISY = STEADY | {"ddp": [0.12, 0.4, 0.1, 0.3, 0.1, 0.5, 0.2]}
@@ -141,13 +140,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("overrides", BAD_INPUT)
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, overrides: str) -> None:
-    cfg = compose(tmp_path / "run", "task=benchmark", *overrides.split())
-    with pytest.raises(JobError) as caught:
-        launch(cfg)
-    message = str(caught.value)
-    assert BAD_INPUT[overrides] in message
-    assert "\n" not in message and caught.value.exit_code == 2
-    assert not (tmp_path / "run").exists()
+    check_refused(tmp_path / "run", BAD_INPUT[overrides], "task=benchmark", *overrides.split())
 
 
 def test_a_workload_without_the_task_is_refused_with_the_task() -> None:

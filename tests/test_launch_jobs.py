@@ -41,6 +41,16 @@ def compose(run_dir: Path, *overrides: str) -> DictConfig:
         return hydra.compose("train", [*TINY, f"run_dir={run_dir}", *overrides])
 
 
+def check_refused(run_dir: Path, text: str, *overrides: str) -> None:
+    """Launch what cannot run: one line that has `text` in it, exit code 2, and nothing written."""
+    with pytest.raises(JobError) as caught:
+        launch(compose(run_dir, *overrides))
+    message = str(caught.value)
+    assert text in message
+    assert "\n" not in message and caught.value.exit_code == 2
+    assert not run_dir.exists()
+
+
 def read_summary(run_dir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary

@@ -16,7 +16,7 @@ from lightning_fsdp_toy.tasks.verify.outcomes import Claim, Outcome, merge
 from lightning_fsdp_toy.tasks.verify.picture import draw
 from lightning_fsdp_toy.tasks.verify.report import describe_failure
 from lightning_fsdp_toy.tasks.verify.trajectory import Trajectory, TrajectoryWriter, check_disk
-from tests.test_launch_jobs import compose
+from tests.test_launch_jobs import check_refused, compose
 
 CLAIM = Claim("c_one_process", "one process", 2, "adamw", (0, 1))
 
@@ -167,13 +167,7 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("overrides", BAD_INPUT)
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, overrides: str) -> None:
-    cfg = compose(tmp_path / "run", "task=verify", *overrides.split())
-    with pytest.raises(JobError) as caught:
-        launch(cfg)
-    message = str(caught.value)
-    assert BAD_INPUT[overrides] in message
-    assert "\n" not in message and caught.value.exit_code == 2
-    assert not (tmp_path / "run").exists()
+    check_refused(tmp_path / "run", BAD_INPUT[overrides], "task=verify", *overrides.split())
 
 
 def test_verify_is_no_key_of_another_task(tmp_path: Path) -> None:
