@@ -161,7 +161,7 @@ def test_torchrun_ranks_are_used_and_share_one_run_dir(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("task=prove", "`task=prove`: no such option; `task` can be fit, verify"),
+        ("task=prove", "`task=prove`: no such option; `task` can be benchmark, fit, verify"),
         ("trainer.max_step=3", "unknown key `trainer.max_step`: did you mean `trainer.max_steps`?"),
         ("devices=0", "`devices=0`: expected a whole number of at least 1"),
         ("logger=null", "`logger` can be csv, tensorboard; for none write `~logger`"),
