@@ -48,6 +48,7 @@ from lightning_fsdp_toy.sharding.fp32_vectors import (
     take_back_fp32_vectors,
 )
 from lightning_fsdp_toy.sharding.fully_shard import shard_with_options
+from lightning_fsdp_toy.sharding.heap import give_back_freed_memory
 from lightning_fsdp_toy.sharding.optim import check_optimizer, tell_of_steps, whole_shapes_for
 from lightning_fsdp_toy.sharding.options import ShardingOptions
 from lightning_fsdp_toy.sharding.policy import WrapPolicy
@@ -296,6 +297,7 @@ class ToyFSDPStrategy(
                 unit.drop_kept()
             stop_sharing(self.root)
             take_back_fp32_vectors(self.lightning_module)
+            give_back_freed_memory()
         self._end_compiled_run()
         self.end_watch()
         assert self.cluster_environment is not None

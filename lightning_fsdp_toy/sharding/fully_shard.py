@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_fsdp_toy.sharding.debug import unit_table
 from lightning_fsdp_toy.sharding.fp32_vectors import give_batch_norms_fp32_vectors
+from lightning_fsdp_toy.sharding.heap import keep_freed_memory
 from lightning_fsdp_toy.sharding.ledger import Ledger
 from lightning_fsdp_toy.sharding.mesh import make_mesh
 from lightning_fsdp_toy.sharding.names import unwrapped
@@ -164,6 +165,8 @@ def shard_with_options(
         ledger,
     )
     root = RootState(whole, mesh, ledger, device, options)
+    if device.type == "cpu":
+        keep_freed_memory()  # of activations, for the next step
     give_batch_norms_fp32_vectors(whole, options.precision)
     for sub in whole.modules():
         _clear_pieces(root, sub)

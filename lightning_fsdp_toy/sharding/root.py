@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp_toy.sharding.backward import Backward
-from lightning_fsdp_toy.sharding.buffers import give_back_freed_memory
 from lightning_fsdp_toy.sharding.build import (
     broadcast_buffers,
     build_units,
@@ -22,6 +21,7 @@ from lightning_fsdp_toy.sharding.build import (
 )
 from lightning_fsdp_toy.sharding.edits import EditWindow, refuse_edits
 from lightning_fsdp_toy.sharding.flat_param import FlatParameter
+from lightning_fsdp_toy.sharding.heap import give_back_freed_memory
 from lightning_fsdp_toy.sharding.memory import MemoryCounter
 from lightning_fsdp_toy.sharding.observer import Observer
 from lightning_fsdp_toy.sharding.passes import ForwardPass
