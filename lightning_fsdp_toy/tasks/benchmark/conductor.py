@@ -7,7 +7,9 @@ Note: rounds
         round 2    floor | fsdp | ddp | toy_fsdp
         round 3    toy_fsdp | ddp | ...
 
-    Machines drift, so a time says little, but the ratio of two times in one round says much.
+    Machines drift, so a time says little, but the ratio of two times in one round says much. Every
+    turn begins with a step that does not count: others have run meanwhile, and nothing of the
+    variant's is left in the caches of the processor.
 """
 
 import platform
@@ -29,7 +31,7 @@ from lightning_fsdp_toy.tasks.benchmark.turns import MEMORY, TIME, WIRE
 
 __all__ = ["Conductor", "gather", "share"]
 
-_TURN_S = 0.5  # of a turn, if the number of steps is not given
+_TURN_S = 1.0  # of a turn, if the number of steps is not given
 _MEMORY_STEPS = 2
 _WIRE_TURNS = 3  # of one step; whatever else sends adds: the least counts
 
@@ -97,13 +99,18 @@ class Conductor:
         while share(self._wants_more(number, time.monotonic() - start_s)):
             names = list(self.result.variants)
             own = {
-                name: self.crew.ask(name, TIME, self.result.num_steps)
+                name: self._time_turn(name)
                 for name in (names if number % 2 == 0 else reversed(names))
             }
             slowest = gather(own)
             for name, measured in self.result.variants.items():
                 measured.step_s.append(max(each[name] for each in slowest))
             number += 1
+
+    def _time_turn(self, name: str) -> float:
+        self.crew.ask(name, TIME, 1)
+        seconds: float = self.crew.ask(name, TIME, self.result.num_steps)
+        return seconds
 
     def _wants_more(self, number: int, seconds: float) -> bool:
         options = self.options
