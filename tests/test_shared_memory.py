@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import mmap
 import os
+import resource
 import time
 
 import pytest
@@ -200,27 +202,43 @@ def test_peak_is_that_of_the_closed_form(options, world_size):
         assert peak == planned
 
 
-class Crossed(nn.Module):
-    """Four units whose gradients all begin to arrive before those of any are complete."""
+class TwoLayers(nn.Module):
+    """A unit that runs in two parts."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x, part):
+        return x + torch.tanh(self.parts[part](x))
+
+
+class Crossed(nn.Module):
+    """Units whose gradients all begin to arrive before those of any are complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoLayers() for _ in range(4))
 
     def forward(self, x):
-        for _ in range(2):
+        for part in range(2):
             for block in self.blocks:
-                x = block(x)
+                x = block(x, part)
         return x
 
 
 def _cross(transport):
     torch.manual_seed(0)
-    model = fully_shard(Crossed(), transport=transport)
-    for _ in range(2):
+    model = fully_shard(Crossed(), transport=transport, auto_wrap_policy=[TwoLayers])
+    homes, shards = set(), get_root(model).mesh.shards
+    if transport != "pairwise":  # which of them have memory, towards the end of backward
+        model.blocks[0].parts[0].register_full_backward_hook(
+            lambda *_: homes.update(shards._buffers._homes)
+        )
+    for _ in range(3):
         model(torch.randn(3, 8)).sum().backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return grads, dict(get_root(model).memory.held)
+    return grads, dict(get_root(model).memory.held), homes
 
 
 def test_more_reduce_buffers_at_once_than_are_kept():
@@ -228,6 +246,7 @@ def test_more_reduce_buffers_at_once_than_are_kept():
     for ours, theirs in zip(run_ranks(_cross, 2, "shared_memory"), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
         assert ours[1]["reduce"] == ours[1]["unsharded"] == 0
+        assert len(ours[2]) >= 2  # two of the four are kept
 
 
 def _edit_on_one_rank():
@@ -250,6 +269,49 @@ def _edit_on_one_rank():
 
 def test_edits_stay_on_their_rank():
     run_ranks(_edit_on_one_rank, 2)
+
+
+def test_pages_that_were_only_read_stay_and_those_written_to_are_dropped():
+    size = 1024 * mmap.PAGESIZE  # the kernel may fault in 16 at once
+    shared = segment.Segment(mmap.PAGESIZE + size, num_cells=1, num_ranks=1)
+    source = shared.shared(mmap.PAGESIZE, size // 4, torch.float32).fill_(1.0)
+
+    def view():
+        return torch.empty(0).set_(shared.private(mmap.PAGESIZE, size))
+
+    assert view().sum() == view().sum() == source.numel()
+    source.fill_(2.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert view().sum() == 2 * source.numel()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32
+    view()[5000] = 7.0
+    assert source[5000] == 2.0
+    assert view()[5000] == 2.0
+
+
+def test_who_is_sent_gathered_weights_is_told_and_gets_no_zeros():
+    shared = segment.Segment(2 * mmap.PAGESIZE, num_cells=1, num_ranks=1)
+    storage = shared.private(mmap.PAGESIZE, mmap.PAGESIZE)
+    with pytest.raises(RuntimeError, match=r"resize|mmap"):  # what a receiver does
+        torch.UntypedStorage._new_shared_fd_cpu(*storage._share_fd_cpu_())
+
+
+def _share_weights(transport, precision):
+    """A weight moved to shared memory inside `unsharded` keeps its values, and training goes on."""
+    model = make_model(transport=transport, mixed_precision=precision)
+    kept = []
+    for _ in range(3):
+        with unsharded(model):
+            for param in model.parameters():
+                kept.append((param.detach().share_memory_(), param.detach().clone()))
+        train(model, steps=1)
+    assert all(torch.equal(a, b) for a, b in kept)
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("transport", ["pairwise", "shared_memory"])
+def test_weights_moved_to_shared_memory_inside_unsharded_keep_their_values(transport, precision):
+    run_ranks(_share_weights, 2, transport, precision)
 
 
 def _keep_arrays():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from lightning_fsdp_toy.sharding.collectives import Place, Transport, Work
 from lightning_fsdp_toy.sharding.memory import MemoryCounter
 
-__all__ = ["GatheredBuffer", "give_back_freed_memory", "num_bytes", "swap_memory"]
-
-_LIBC = ctypes.CDLL(None)
+__all__ = ["GatheredBuffer", "num_bytes", "swap_memory"]
 
 
 class GatheredBuffer:
@@ -21,8 +18,8 @@ class GatheredBuffer:
 
     One tensor for good, whose storage is given memory and loses it. Every view ever made of it is
     valid again after the next gather; in between it has no memory, and no operation may read it
-    (torch checks that in some, others crash). One whose memory a numpy array shares is replaced
-    when it should lose it.
+    (torch checks that in some, others crash). One whose memory a numpy array or another process
+    shares is replaced when it should lose it.
 
     Args:
         tensor: 1D, padded_numel, with memory.
@@ -125,8 +122,8 @@ class GatheredBuffer:
         self.wait()  # messages under way still write to it
         if not self._has_memory or self.is_permanent:
             return
-        if not self.tensor.untyped_storage().resizable():
-            self._leave_to_array()
+        if self._is_used_elsewhere():
+            self._leave_memory()
         elif self._is_placed:
             assert self.place is not None
             self.place.release(self.tensor)
@@ -135,8 +132,17 @@ class GatheredBuffer:
             self.memory.add("unsharded", -num_bytes(self.tensor))
         self._has_memory = self._is_placed = False
 
-    def _leave_to_array(self) -> None:
-        """Leave its memory to the numpy array that shares it, which torch never takes away."""
+    def _is_used_elsewhere(self) -> bool:
+        """Whether a numpy array or (``share_memory_``) a process shares the memory.
+
+        Torch never takes it away then, or crashes.
+        """
+        storage = self.tensor.untyped_storage()
+        is_sent = storage.device.type == "cpu" and not self._is_placed and storage.is_shared()
+        return is_sent or not storage.resizable()
+
+    def _leave_memory(self) -> None:
+        """Leave its memory to who else shares it; have other memory from now on."""
         with torch.inference_mode(False):
             old, self.tensor = self.tensor, torch.empty_like(self.tensor)
         self.on_replaced(old, self.tensor)
@@ -157,17 +163,6 @@ class GatheredBuffer:
             swap_memory(self.tensor, own.untyped_storage())
             self.memory.add("unsharded", num_bytes(self.tensor))
             self._is_placed = False
-
-
-def give_back_freed_memory() -> None:
-    """Let the C library give the kernel what was freed between blocks that are still in use.
-
-    glibc keeps it otherwise, and a process that never holds more than a unit beside its shards
-    grows to the size of the whole model. Nothing where there is no such call.
-    """
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def swap_memory(buffer: Tensor, storage: torch.UntypedStorage) -> None:

@@ -238,6 +238,10 @@ class Transport(ABC):
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def pooled_bytes(self, buffer: Tensor) -> int:
+        """Return how many bytes of a buffer of ``open_reduce_buffer`` are in the pool otherwise."""
+        return 0
+
     def close_reduce_buffer(self, buffer: Tensor) -> None:  # noqa: B027
         """A buffer of ``open_reduce_buffer`` has been reduced (waited for), or will not be."""
 

@@ -229,12 +229,14 @@ class FlatGradient:
         numel = self.layout.padded_numel
         args = self.name, numel, self.dtype, self.device
         buffer = self.mesh.shards.open_reduce_buffer(*args, is_kept=is_kept)
-        self.memory.add("reduce", num_bytes(buffer))
+        pooled = self.mesh.shards.pooled_bytes(buffer)
+        self.memory.move("pool", "reduce", pooled, num_bytes(buffer))
         return buffer
 
     def _close_buffer(self, buffer: Tensor) -> None:
-        self.memory.add("reduce", -num_bytes(buffer))
+        pooled = self.mesh.shards.pooled_bytes(buffer)
         self.mesh.shards.close_reduce_buffer(buffer)
+        self.memory.move("pool", "reduce", -pooled, -num_bytes(buffer))
 
     def _open_shard(self) -> tuple[Tensor, bool]:
         """Return the tensor to reduce into and whether it holds earlier micro-batches."""

@@ -98,6 +98,25 @@ class MemoryCounter:
         for listener in self.listeners:
             listener(time.perf_counter())
 
+    def move(self, source: str, target: str, num_bytes: int, total_bytes: int) -> None:
+        """Note that ``total_bytes`` more of ``target`` are held, some of which were of ``source``.
+
+        All at once: neither is the sum lower in between, nor is a peak found that never was.
+
+        Args:
+            source: kind of what was held already.
+            target: kind of what is held now.
+            num_bytes: that change their kind (or, negative, change it back).
+            total_bytes: of ``target``, these included.
+        """
+        self.settle()
+        self.held[source] -= num_bytes
+        self.held[target] += total_bytes
+        self.total_bytes += total_bytes - num_bytes
+        self._has_risen = True
+        for listener in self.listeners:
+            listener(time.perf_counter())
+
     def set(self, kind: str, num_bytes: int) -> None:
         """Note how many bytes of ``kind`` are held."""
         self.add(kind, num_bytes - self.held[kind])

@@ -126,13 +126,9 @@ class SharedGather:
         if sign > 0:
             self._has_slot = not is_root and pool.num_taken[kind] < len(pool.plan.slots[kind])
         pool.num_taken[kind] += sign * self._has_slot
-        size = self.reservation.gathered_bytes
-        if sign < 0:
-            pool.memory.add("unsharded", -size)
-        if self._has_slot or is_root:
-            pool.memory.add("pool", -sign * size)
-        if sign > 0:
-            pool.memory.add("unsharded", size)
+        size = sign * self.reservation.gathered_bytes
+        pooled = size if self._has_slot or is_root else 0
+        pool.memory.move("pool", "unsharded", pooled, size)
 
     # -- rank 0 ---------------------------------------------------------------------------------
 

@@ -48,8 +48,12 @@ class ReduceBuffers:
         """Return a buffer for the gradients of a flat parameter, once one is free."""
         taken = self._take(index)
         self._taken[id(taken.buffer)] = taken
-        self.pool.memory.add("pool", -taken.pooled_bytes)
         return taken.buffer
+
+    def pooled_bytes(self, buffer: Tensor) -> int:
+        """Return how many bytes of a buffer that was taken are counted as the pool's otherwise."""
+        taken = self._taken.get(id(buffer))
+        return 0 if taken is None else taken.pooled_bytes
 
     def _take(self, index: int) -> _Taken:
         pool, reservation = self.pool, self.pool.plan.reservations[index]
@@ -109,7 +113,6 @@ class ReduceBuffers:
         if taken is not None:
             if taken.is_filling and taken.ring != _HOME:
                 self._free.append(taken.ring)
-            self.pool.memory.add("pool", taken.pooled_bytes)
 
     def start(self, index: int, buffer: Tensor, out: Tensor, accumulate: bool) -> SharedReduction:
         """Tell the others that ``buffer`` is full; see ``Transport.start_reduce_scatter``."""

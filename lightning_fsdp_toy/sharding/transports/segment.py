@@ -37,6 +37,7 @@ _SYS_FUTEX = {"x86_64": 202}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 0x7FFFFFFF
 _FALLOC_PUNCH_HOLE = 3  # and keep the size
 _MAP_FIXED = 0x10
+_ABSENT, _OF_FILE = 0, -3  # of a page, see the kernel's Documentation/admin-guide/mm/pagemap.rst
 _CELL, _BELL = 8, 64  # bytes; a bell has a cache line of its own
 _LIBC = ctypes.CDLL(None, use_errno=True)  # gives up the GIL
 _QUICK_LIBC = ctypes.PyDLL(None)  # keeps it
@@ -79,6 +80,9 @@ class Segment:
             what = path or _DIRECTORY
             raise SharedMemoryError(f"{what}: {os.strerror(error.errno or 0)}") from error
         weakref.finalize(self, os.close, self._fd)
+        self._page_map = _open_page_map()
+        if self._page_map is not None:
+            weakref.finalize(self, os.close, self._page_map)
         self._private: dict[int, torch.UntypedStorage] = {}  # by offset
         control = memoryview(self._shared)[: _CELL * num_cells]
         self.cells = control.cast("q")
@@ -106,10 +110,26 @@ class Segment:
         storage = self._private.get(offset)
         if storage is None:
             storage = self._private[offset] = self._map_private(offset, num_bytes)
-        else:
+        elif self._has_copies(storage.data_ptr(), num_bytes):
             address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(num_bytes)
             _LIBC.madvise(address, length, mmap.MADV_DONTNEED)
         return storage
+
+    def _has_copies(self, address: int, num_bytes: int) -> bool:
+        """Whether pages of a private mapping may have been written to, and so been copied.
+
+        Pages that were only read are left in place: faulting them in again costs as much as
+        copying what is in them.
+        """
+        if self._page_map is None:
+            return True
+        entries = torch.empty(num_bytes // PAGE_BYTES, dtype=torch.int64)
+        view = (ctypes.c_char * (8 * entries.numel())).from_address(entries.data_ptr())
+        offset = address // PAGE_BYTES * 8
+        if os.preadv(self._page_map, [view], offset) != 8 * entries.numel():
+            return True
+        kinds = entries >> 61  # two's complement of the bits: present, swapped, of a file
+        return bool(((kinds != _ABSENT) & (kinds != _OF_FILE)).any())
 
     def leave(self, offset: int, storage: torch.UntypedStorage) -> None:
         """Leave the view of the memory to ``storage``, as it is now; the next is another one."""
@@ -122,8 +142,9 @@ class Segment:
         """Map this rank's view of the memory into a storage that torch unmaps.
 
         One that torch itself shares, by which it tells whether a numpy array uses the memory. Torch
-        makes a file of its own for it, and writes to it; that is emptied, and its addresses are
-        mapped anew.
+        makes a file of its own for it, and writes to it; its addresses are mapped anew. Who sends
+        such a tensor to another process would send that file: so that the receiver fails, and does
+        not get zeros, something that cannot be mapped takes its place.
         """
         self.require(num_bytes)
         storage = torch.UntypedStorage(num_bytes)
@@ -133,7 +154,9 @@ class Segment:
         mapped = _LIBC.mmap(address, length, access, flags, self._fd, ctypes.c_long(offset))
         if mapped != storage.data_ptr():
             raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
-        os.ftruncate(descriptor, 0)
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
         return storage
 
     def commit(self, offset: int, num_bytes: int) -> None:
@@ -145,7 +168,7 @@ class Segment:
         try:
             os.posix_fallocate(self._fd, offset, num_bytes)
         except OSError as error:
-            mib = num_bytes / 2**20
+            mib = max(num_bytes / 2**20, 0.1)
             reason = os.strerror(error.errno or errno.ENOSPC)
             raise SharedMemoryError(
                 f"{mib:.1f} MiB in {_DIRECTORY}: {reason} (make it larger, in Docker with "
@@ -204,6 +227,14 @@ def can_share() -> bool:
     """Whether this system has what a segment is made of, and torch what buffers are."""
     is_linux = hasattr(os, "O_TMPFILE") and hasattr(mmap, "MADV_DONTNEED")
     return is_linux and _SYS_FUTEX is not None and hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def _open_page_map() -> int | None:
+    """Open what tells which pages of this process are copies; None if there is no such thing."""
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def _make(num_bytes: int) -> int:

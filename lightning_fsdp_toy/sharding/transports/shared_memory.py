@@ -150,6 +150,10 @@ class SharedMemoryTransport(PairwiseTransport):
             return super().open_reduce_buffer(unit, numel, dtype, device, is_kept)
         return self._buffers.take(self._index[unit])
 
+    def pooled_bytes(self, buffer: Tensor) -> int:
+        """All bytes of one that is reused, and of one of the root's."""
+        return 0 if self.pool is None else self._buffers.pooled_bytes(buffer)
+
     def close_reduce_buffer(self, buffer: Tensor) -> None:
         """A buffer has been reduced, or will not be."""
         if self.pool is not None:
