@@ -285,6 +285,32 @@ def test_ranks_that_use_different_parameters(loss_fn):  # C35 (a)
     run_ranks(_compare_gradients, 2, Choosing, loss_fn)
 
 
+def _choose_anew_in_every_step(transport):
+    torch.manual_seed(0)
+    reference = Choosing()
+    model = copy.deepcopy(reference)
+    fully_shard(model, transport=transport)
+    rank = dist.get_rank()
+    for step in range(4):  # buffers have been used for other gradients before
+        choice = ["first"] if (rank + step) % 2 else ["second"]
+        for each in (model, reference):
+            each.zero_grad()
+            each(_input(rank), choice).sum().backward()
+        actual = full_gradients(model)
+        for name, param in reference.named_parameters():
+            expected = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+            dist.all_reduce(expected)
+            if name.split(".")[2:3] in (["first"], ["second"]):
+                torch.testing.assert_close(actual[name], expected / 2, rtol=1e-6, atol=1e-6)
+            else:
+                assert actual[name] is None  # nobody uses it
+
+
+@pytest.mark.parametrize("transport", ["pairwise", "shared_memory"])
+def test_what_a_rank_does_not_use_counts_as_zero_in_every_step(transport):  # C35 (a)
+    run_ranks(_choose_anew_in_every_step, 2, transport)
+
+
 def _unit_skipped_on_rank_1():
     model = fully_shard(Plain())
     out = model.inp(_input(0))

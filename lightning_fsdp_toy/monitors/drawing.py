@@ -117,7 +117,7 @@ def memory_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
 
 
 def bytes_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
-    """Draw the bytes a rank sent in one step by operation, beside the formula's."""
+    """Draw what others got of a rank in one step by operation, beside the formula's."""
     counted = dict.fromkeys(_OPERATIONS, 0)
     for record in recording.collectives:
         # A validation may come between the micro-batches of a step.
@@ -136,9 +136,9 @@ def bytes_figure(recording: Recording, planned: Mapping[str, float]) -> Figure:
         bars = axes.bar(places, values, 0.38, color=COLORS[number], hatch=hatch, label=label)
         axes.bar_label(bars, fmt="%.3f", padding=2)
     axes.set_xticks(range(len(_OPERATIONS)), [name.replace("_", "-") for name in _OPERATIONS])
-    axes.set_ylabel("sent by a rank in an optimizer step (MiB)")
+    axes.set_ylabel("others get of a rank in an optimizer step (MiB)")
     most = max(value for _, values, _, _ in pairs for value in values)
-    axes.set_ylim(0, 1.15 * most or 1)  # nothing is sent by a single rank
+    axes.set_ylim(0, 1.15 * most or 1)  # nobody gets anything of a single rank
     axes.set_title(f"Communication of one step: rank {recording.rank}, {_batches(recording)}")
     axes.legend(frameon=False)
     return figure

@@ -31,7 +31,7 @@ class Pictures(StepRecorder):
     ==================  ==========================================================================
     `units.png`         what every unit did when
     `memory.png`        tensor bytes over the step by kind, and the formula's largest sum
-    `bytes.png`         bytes sent by operation, counted and by the formula
+    `bytes.png`         bytes others get by operation, counted and by the formula
     `ownership.png`     which rank owns which slice of which parameter
     ==================  ==========================================================================
 

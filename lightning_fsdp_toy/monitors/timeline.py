@@ -141,8 +141,8 @@ def _rank_events(recording: Recording, shift: float) -> Iterator[dict[str, Any]]
         names[number] = "communication" + (f" {lane + 1}" if lane else "")
         span = Span(f"{record.operation} {record.unit}", record.start_s, record.end_s)
         [event] = slices(number, [span], "communication")
-        sent, payload = record.sent_bytes, record.payload_bytes
-        event["args"] = {"sent_bytes": sent, "payload_bytes": payload}
+        sizes = ("payload_bytes", "sent_bytes", "wire_bytes")
+        event["args"] = {name: getattr(record, name) for name in sizes}
         event["args"]["waited_us"] = 1e6 * record.waited_s
         yield event
     for number, unit in enumerate(recording.units, _UNITS):

@@ -152,8 +152,12 @@ class OriginalParameter:
     @property
     def is_replaced(self) -> bool:
         """Whether a module holds neither face."""
-        shown = (module._parameters.get(name) for module, name in self.homes)
-        return any(param is not self.sharded and param is not self.unsharded for param in shown)
+        faces = self.sharded, self.unsharded
+        for module, name in self.homes:
+            param = module._parameters.get(name)
+            if param is not faces[0] and param is not faces[1]:
+                return True
+        return False
 
     def refuse_replacement(self) -> None:
         """Raise because forward put another parameter in the place of this one."""
@@ -192,12 +196,13 @@ class OriginalParameter:
     def check_sharded(self, shard: Tensor, is_shown: bool = True) -> None:
         """Refuse to go on with a sharded face that is no longer part of the shard."""
         face = self.sharded if is_shown else self.unsharded
-        if any(module._parameters.get(name) is not face for module, name in self.homes):
-            raise RuntimeError(
-                f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
-                f"(an assignment, or torch.func.functional_call). Replace it before, or edit "
-                f"weights in place inside `unsharded(module)`."
-            )
+        for module, name in self.homes:
+            if module._parameters.get(name) is not face:
+                raise RuntimeError(
+                    f"Parameter `{self.slot.fqn}` was replaced by another object after sharding "
+                    f"(an assignment, or torch.func.functional_call). Replace it before, or edit "
+                    f"weights in place inside `unsharded(module)`."
+                )
         if self.piece.numel == 0 and self.sharded.dtype == shard.dtype:
             return
         if self.sharded.data_ptr() != self._address or self.sharded.dtype != shard.dtype:

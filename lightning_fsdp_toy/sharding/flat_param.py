@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from lightning_fsdp_toy.sharding.memory import MemoryCounter
 from lightning_fsdp_toy.sharding.mesh import RankMesh
 from lightning_fsdp_toy.sharding.policy import MixedPrecisionPolicy
 
-__all__ = ["FlatParameter", "ParamState"]
+__all__ = ["FlatParameter", "ParamState", "are_all"]
 
 
 class ParamState(enum.Enum):
@@ -130,7 +131,8 @@ class FlatParameter:
         args = (shards, self.memory, self.name)
         self.master = GatheredBuffer(whole, *args, is_permanent=self.is_whole)
         self.compute = self.master
-        if self.compute_dtype != self.dtype:
+        self.is_mixed = self.compute_dtype != self.dtype  # forward sees another than the shards
+        if self.is_mixed:
             low = whole.new_empty(whole.shape, dtype=self.compute_dtype)
             self.compute = GatheredBuffer(low, *args, is_permanent=False)
         self.master.on_replaced = self.compute.on_replaced = self._follow
@@ -143,11 +145,6 @@ class FlatParameter:
                 face.data = original.view_of(new)
 
     # -- weights --------------------------------------------------------------------------------
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether forward sees another dtype than the shards have."""
-        return self.compute is not self.master
 
     @property
     def is_unsharded(self) -> bool:
@@ -345,6 +342,14 @@ class FlatParameter:
             original.unsharded = nn.Parameter(empty, param.requires_grad)
             original.unsharded.data = original.view_of(self.compute.tensor)
         original.take_over(param)
+
+
+def are_all(flats: Iterable[FlatParameter], state: ParamState) -> bool:
+    """Whether all are in one state; a loop, because it is asked so often that `all` shows."""
+    for flat in flats:
+        if flat.state is not state:
+            return False
+    return True
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 __all__ = ["ALIGNMENT", "Box", "ParamSlot", "Piece", "UnitLayout", "boxes_of_range", "round_up"]
@@ -48,7 +49,7 @@ class ParamSlot:
     stride: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the original parameter."""
         return prod(self.shape)
@@ -75,7 +76,7 @@ class Piece:
     stop: int
     shard_offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the piece."""
         return self.stop - self.start

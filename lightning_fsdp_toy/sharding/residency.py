@@ -120,7 +120,10 @@ class Residency:
         return self.num_prefetch + max(self.nesting, len(self._active))
 
     def _num_held(self) -> int:
-        return sum(unit.num_pins == 0 for unit in self._held)
+        num_held = 0
+        for unit in self._held:
+            num_held += unit.num_pins == 0
+        return num_held
 
     def add(self, unit: Unit) -> None:
         """A unit is about to take memory; make room for it."""

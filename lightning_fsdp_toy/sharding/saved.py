@@ -60,22 +60,13 @@ class _Handle(NamedTuple):
     version: int  # of its sharded face: a step in between would give wrong gradients
 
 
-class _Saved:
-    """Any other saved tensor, with the version autograd checks where there are no hooks."""
+class _Counted:
+    """A saved tensor whose memory counts as an activation's until autograd drops it."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-
-
-class _Counted(_Saved):
-    """One whose memory counts as an activation's until autograd drops it."""
-
-    __slots__ = ("_activations", "_ptr")
+    __slots__ = ("_activations", "_ptr", "tensor", "version")
 
     def __init__(self, tensor: Tensor, activations: SavedBytes, storage: UntypedStorage) -> None:
-        super().__init__(tensor)
+        self.tensor, self.version = tensor, tensor._version
         self._activations, self._ptr = activations, storage.data_ptr()
         activations.hold(self._ptr, storage.nbytes())
 
@@ -100,8 +91,9 @@ class SavedTensors:
     def __init__(self, root: RootState) -> None:
         self.root = root
         self._activations = SavedBytes(root.memory)
-        # By the memory address of each unsharded buffer.
+        # By the memory address of each unsharded buffer, when it was gathered.
         self._by_ptr: dict[int, tuple[Unit, FlatParameter, GatheredBuffer]] = {}
+        self._ptrs: dict[GatheredBuffer, int] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return the context in which a forward of the root or of a unit runs (see the note)."""
@@ -118,22 +110,32 @@ class SavedTensors:
         # Of two precisions the master's views, too, where the shard is the whole: the face that
         # forward saved shows the compute buffer later.
         if flat.is_mixed or not buffer.is_permanent:
-            self._by_ptr[buffer.ptr] = unit, flat, buffer
+            ptr = buffer.ptr
+            self._by_ptr[ptr] = unit, flat, buffer
+            self._ptrs[buffer] = ptr
 
     def remove(self, buffer: GatheredBuffer) -> None:
         """A buffer is about to lose its memory."""
-        if buffer.has_memory:
-            self._by_ptr.pop(buffer.ptr, None)
+        ptr = self._ptrs.pop(buffer, None)
+        if ptr is not None:
+            self._by_ptr.pop(ptr, None)
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a unit's buffer."""
-        return bool(self._by_ptr) and tensor.untyped_storage().data_ptr() in self._by_ptr
+        return bool(self._by_ptr) and self._find(tensor.untyped_storage()) is not None
+
+    def _find(self, storage: UntypedStorage) -> tuple[Unit, FlatParameter, GatheredBuffer] | None:
+        ptr = storage.data_ptr()
+        found = self._by_ptr.get(ptr)
+        if found is not None and found[2].ptr != ptr:
+            return None  # `share_memory_` has moved that buffer, and this memory is another's now
+        return found
 
     def pack(self, outer: _Hooks | None, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; give others to ``outer``, or keep them."""
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         found = None if storage is None else self._by_ptr.get(storage.data_ptr())
-        if found is None:
+        if found is None or storage is None or self._find(storage) is None:
             return self._pack_other(outer, tensor, storage)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
@@ -163,7 +165,7 @@ class SavedTensors:
         if storage is None:
             return tensor
         if not self.root.memory.counts_activations or storage.data_ptr() in self._shards:
-            return _Saved(tensor)
+            return tensor, tensor._version  # the version autograd checks where there are no hooks
         return _Counted(tensor, self._activations, storage)
 
     @cached_property
@@ -175,13 +177,14 @@ class SavedTensors:
         """Return the tensor again, unsharding its unit if it was a view of one."""
         if isinstance(packed, _Handle):
             return self._unpack_handle(packed)
-        if isinstance(packed, _Saved):
-            tensor = packed.tensor
-            if tensor._version != packed.version:
+        if type(packed) is tuple or isinstance(packed, _Counted):
+            tensor: Tensor = packed.tensor if isinstance(packed, _Counted) else packed[0]
+            version = packed.version if isinstance(packed, _Counted) else packed[1]
+            if tensor._version != version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {tensor.type()} {list(tensor.shape)} is at version "
-                    f"{tensor._version}; expected version {packed.version} instead."
+                    f"{tensor._version}; expected version {version} instead."
                 )
             return tensor
         if isinstance(packed, _Foreign):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fsdp_toy.sharding.edits import look_for_edits, refuse_edits
 from lightning_fsdp_toy.sharding.faces import OriginalParameter
-from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState
+from lightning_fsdp_toy.sharding.flat_param import FlatParameter, ParamState, are_all
 from lightning_fsdp_toy.sharding.hooks import eager, register_hooks
 from lightning_fsdp_toy.sharding.trees import map_tensors
 
@@ -83,7 +83,7 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         """Whether forward and backward may use its weights now."""
-        return all(flat.state is ParamState.UNSHARDED for flat in self.flats)
+        return are_all(self.flats, ParamState.UNSHARDED)
 
     @property
     def is_shown(self) -> bool:
@@ -93,7 +93,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether it holds nothing but its shards."""
-        return all(flat.state is ParamState.SHARDED for flat in self.flats)
+        return are_all(self.flats, ParamState.SHARDED)
 
     @property
     def has_buffers(self) -> bool:

@@ -12,7 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_fsdp_toy.models import count_parameters
-from lightning_fsdp_toy.monitors import Timeline, count_tensor_bytes, process_peak_bytes
+from lightning_fsdp_toy.monitors import (
+    MemoryMonitor,
+    Timeline,
+    count_tensor_bytes,
+    process_peak_bytes,
+)
 from lightning_fsdp_toy.tasks import Build, Job
 from lightning_fsdp_toy.tasks.summary import (
     Number,
@@ -214,12 +219,15 @@ class Probe(Callback):
         core = getattr(getattr(trainer.strategy, "root", None), "memory", None)
         is_cuda = pl_module.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(pl_module.device) if is_cuda else None
+        if not is_cuda and any(isinstance(each, MemoryMonitor) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            peak = getattr(core, "peak_bytes", None)  # without it activations are not counted
         self.bytes = {
             "shards_bytes": counted.parameters,
             "gradients_bytes": self.bytes.get("gradients_bytes"),
             "optimizer_bytes": counted.optimizer,
+            "pool_bytes": None if core is None else core.held["pool"],
             "unsharded_peak_bytes": getattr(core, "unsharded_peak_bytes", None),
-            "peak_bytes": peak if is_cuda else getattr(core, "peak_bytes", None),
+            "peak_bytes": peak,
             "process_peak_bytes": process_peak_bytes(),
         }
 

@@ -123,6 +123,7 @@ def print_table(summary: Mapping[str, Any], num_parameters: int) -> None:
         ("master weights", measured["shards_bytes"]),
         ("gradients", measured["gradients_bytes"]),
         ("optimizer state", measured["optimizer_bytes"]),
+        ("kept to gather and reduce in", measured["pool_bytes"]),
         ("unsharded at most", measured["unsharded_peak_bytes"]),
         ("process at most", measured["process_peak_bytes"]),
         ("exchanged per optimizer step", sent["total_bytes"]),

@@ -56,6 +56,8 @@ class Phases(Observer):
         """Something happens now."""
         number, last = self.numbers[unit], len(self.numbers)
         is_root = number == 0
+        if what == "backward" and self.phase == ("collect", number):
+            return  # its first gradient came before its weights were needed
         if what in ("forward", "backward") and not is_root:
             self.phase = (what, number)
         elif what == "end_forward" and not is_root:

@@ -36,6 +36,7 @@ class Sizes:
 
     shards_bytes: int
     optimizer_bytes: int
+    pool_bytes: int  # to gather and reduce in
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,17 @@ def draw(
 
 
 def _draw_bytes(axes: Axes, sizes: Mapping[str, Any], world_size: int) -> None:
-    """Left: master weights and optimizer state of one rank."""
+    """Left: what one rank holds between steps."""
     columns = {
-        "replicated": ("replicated_bytes", "replicated_optimizer_bytes"),
-        f"sharded\n(ranks: {world_size})": ("sharded_bytes", "optimizer_bytes"),
+        "replicated": ("replicated_bytes", "replicated_optimizer_bytes", ""),
+        f"sharded\n(ranks: {world_size})": ("sharded_bytes", "optimizer_bytes", "pool_bytes"),
     }
     bottoms = [0.0] * len(columns)
-    kinds = (("master weights", _BLUE, ""), ("optimizer state", _ORANGE, "//"))
+    kinds = [("master weights", _BLUE, ""), ("optimizer state", _ORANGE, "//")]
+    if sizes["pool_bytes"]:
+        kinds.append(("pool to gather and reduce in", _SKY, ".."))
     for index, (label, colour, hatch) in enumerate(kinds):
-        heights = [(sizes[keys[index]] or 0) / _MB for keys in columns.values()]
+        heights = [(sizes.get(keys[index]) or 0) / _MB for keys in columns.values()]
         axes.bar(
             list(columns), heights, 0.6, bottoms, color=colour, hatch=hatch, edgecolor="white",
             label=label,

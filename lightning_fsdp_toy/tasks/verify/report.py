@@ -54,6 +54,7 @@ class Report:
             "replicated_bytes": facts.get("parameter_bytes"),
             "optimizer_bytes": max((each.optimizer_bytes for each in measured), default=None),
             "replicated_optimizer_bytes": facts.get("optimizer_bytes"),
+            "pool_bytes": max((each.pool_bytes for each in measured), default=None),
         }
 
     def _is_measured(self, of_claim: Sequence[Outcome]) -> bool:
@@ -133,6 +134,9 @@ class Report:
                     f"{label} per rank: {sizes[own] / _MB:.2f} MB sharded, "
                     f"{sizes[whole] / _MB:.2f} MB replicated"
                 )
+        if sizes["pool_bytes"]:
+            pool = sizes["pool_bytes"] / _MB
+            console.print(f"kept to gather and reduce in per rank: {pool:.2f} MB, partly shared")
         largest = max((verdict.max_divergence for verdict in self.verdicts), default=0.0)
         console.print(f"divergence {largest:.2e}")
         for line in self.not_run:

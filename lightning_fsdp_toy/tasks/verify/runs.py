@@ -266,7 +266,8 @@ class _Measure(Callback):
         if not isinstance(trainer.strategy, ToyFSDPStrategy):
             return
         counted = count_tensor_bytes(pl_module, trainer.optimizers)
-        self.sizes = Sizes(counted.parameters, counted.optimizer)
+        pool_bytes = trainer.strategy.root.memory.held["pool"]
+        self.sizes = Sizes(counted.parameters, counted.optimizer, pool_bytes)
 
 
 class _SaveInTheMiddle(Callback):
