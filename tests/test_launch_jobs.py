@@ -80,7 +80,7 @@ def test_job_writes_what_the_design_lists(tmp_path: Path) -> None:
     assert tokens == pytest.approx(128)
     assert list(summary["memory"]["measured"]) == [
         *("shards_bytes", "gradients_bytes", "optimizer_bytes"),
-        *("unsharded_peak_bytes", "peak_bytes", "process_peak_bytes"),
+        *("pool_bytes", "unsharded_peak_bytes", "peak_bytes", "process_peak_bytes"),
     ]
     assert list(summary["communication"]["measured"]) == [
         *("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes"),

@@ -52,7 +52,7 @@ def _draw_bytes(axes: Axes, sizes: Mapping[str, Any], world_size: int) -> None:
     }
     bottoms = [0.0] * len(columns)
     kinds = [("master weights", _BLUE, ""), ("optimizer state", _ORANGE, "//")]
-    if sizes["pool_bytes"]:
+    if sizes.get("pool_bytes"):
         kinds.append(("pool to gather and reduce in", _SKY, ".."))
     for index, (label, colour, hatch) in enumerate(kinds):
         heights = [(sizes.get(keys[index]) or 0) / _MB for keys in columns.values()]
