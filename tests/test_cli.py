@@ -216,7 +216,9 @@ def test_verify_ends_with_1_where_one_bit_differs(tmp_path: Path, launcher: str)
     run = (*VERIFY, "devices=2", "hydra.run.dir=run")
     code, out, err = finish(start(tmp_path, *run, "verify.plant=shard", program=program))
     assert code == 1
-    [line] = error_lines(err)
+    lines = error_lines(err)
+    assert len(lines) == 1, err
+    [line] = lines
     assert "bits differ in row(s) a, c" in line and "step 1, rank 1 of 2" in line
     code, out, err = finish(start(tmp_path, *run, program=program))
     assert code == 0 and not error_lines(err)
