@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from lightning_fsdp_toy.monitors import count_tensor_bytes
 from lightning_fsdp_toy.monitors.live_tensors import LiveTensors
 from lightning_fsdp_toy.planner import read_sizes
 from lightning_fsdp_toy.sharding import MixedPrecisionPolicy, fully_shard, get_root
-from lightning_fsdp_toy.sharding.transports.segment import pages
 from lightning_fsdp_toy.tasks.benchmark.peak import Phases
 from tests.ranks import run_ranks
 
@@ -42,38 +39,13 @@ class Loss(nn.Module):
 
 
 class Held(LiveTensors):
-    """What a rank holds: live tensors, and of a segment all that the kernel counts.
+    """The core counts what it has made when the operation is over; all its buffers begin empty."""
 
-    But for the reduce buffers of other ranks. Tensors in the segment are not counted as well.
-    """
-
-    def __init__(self, known, look, pool):
-        self.pool, self.segment, self.is_buffer = pool, [], False
-        if pool is not None:
-            inode = str(os.fstat(pool.segment._fd).st_ino)
-            lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-            of_segment = [line[0].split("-") for line in lines if line[4] == inode]
-            self.segment = [(int(low, 16), int(high, 16)) for low, high in of_segment]
-            plan = pool.plan
-            kept = [each.reduced_bytes for each in plan.reservations if each.is_root]
-            self.others = (pool.num_ranks - 1) * sum(map(pages, [*plan.ring_bytes, *kept]))
-        super().__init__(known, look)
+    is_buffer = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # The core counts what it has made when the operation is over; all its buffers begin empty.
         self.is_buffer = str(func).startswith(("aten.empty", "aten.new_empty"))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    @property
-    def bytes(self):
-        if self.pool is None:
-            return super().bytes
-        live = [ref() for ref in list(self.storages.values())]
-        outside = sum(s.nbytes() for s in live if s is not None and not self._is_inside(s))
-        return outside + 512 * os.fstat(self.pool.segment._fd).st_blocks - self.others
-
-    def _is_inside(self, storage):
-        return any(low <= storage.data_ptr() < high for low, high in self.segment)
 
 
 def _step(options, precision, batch_size, micro_batches=1, transport="pairwise", net="gpt"):
@@ -120,7 +92,10 @@ def _step(options, precision, batch_size, micro_batches=1, transport="pairwise",
     state = [v for e in optimizer.state.values() for v in e.values() if isinstance(v, torch.Tensor)]
     known = [tokens, *(flat.shard for flat in root.flats), *state]
     root.observers.append(phases)
-    held = Held(known, look, getattr(root.mesh.shards, "pool", None))
+    held = Held(known, look)
+    pool = getattr(root.mesh.shards, "pool", None)
+    if pool is not None:
+        held.follow(pool)
     with held:
         step()
     gc.collect()

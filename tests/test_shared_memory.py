@@ -1,5 +1,7 @@
 """The shared-memory transport: bits, bytes, memory of the segment, and what happens without it."""
 
+import copy
+import ctypes
 import errno
 import logging
 import mmap
@@ -24,6 +26,7 @@ from lightning_fsdp_toy.sharding import (
     unsharded,
 )
 from lightning_fsdp_toy.sharding.transports import segment
+from lightning_fsdp_toy.sharding.transports.page_map import PageMap
 from lightning_fsdp_toy.sharding.transports.shared_memory import share_memory, stop_sharing
 from tests.ranks import RankError, run_ranks
 
@@ -287,6 +290,74 @@ def test_pages_that_were_only_read_stay_and_those_written_to_are_dropped():
     view()[5000] = 7.0
     assert source[5000] == 2.0
     assert view()[5000] == 2.0
+
+
+def _lock_memory():
+    """Pages of locked memory cannot be dropped."""
+    if ctypes.CDLL(None).mlockall(2) == 0:  # what is mapped from now on, where a user may
+        _three_forwards(make_plain())
+
+
+def make_plain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
+def _three_forwards(net, change=None):
+    reference = copy.deepcopy(net)
+    fully_shard(net, transport="shared_memory")
+    for number in range(4):
+        handle = net[1].register_forward_pre_hook(change) if change and number == 1 else None
+        with torch.no_grad():
+            x = torch.ones(2, 64)
+            out, expected = net(x), reference(x)
+        if handle is None:
+            assert torch.equal(out, expected), f"forward {number}"
+        else:  # memory that begins elsewhere in a page may round otherwise
+            torch.testing.assert_close(out, expected)
+            handle.remove()
+
+
+def _move_in_forward():
+    """Torch swaps the memory of a weight for that of a file with a name."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    _three_forwards(make_plain(), lambda module, _: module[0].weight.detach().share_memory_())
+
+
+def _gather_where_meta_is_the_default():
+    with torch.device("meta"):
+        _three_forwards_on_cpu()
+
+
+def _three_forwards_on_cpu():
+    with torch.device("cpu"):
+        net, x = make_plain(), torch.ones(2, 64)
+        reference = copy.deepcopy(net)
+        fully_shard(net, transport="shared_memory")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(net(x), reference(x))
+
+
+@pytest.mark.parametrize(
+    "check", [_lock_memory, _move_in_forward, _gather_where_meta_is_the_default]
+)
+def test_weights_are_right_where_pages_are_locked_moved_or_devices_others(check):
+    run_ranks(check, 2)
+
+
+def test_a_child_does_not_trust_the_page_map_of_its_parent():
+    page_map = PageMap()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=flags)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert not page_map.may_have_copies(address, mmap.PAGESIZE)  # nothing is there yet
+    child = os.fork()
+    if child == 0:
+        os._exit(int(page_map.may_have_copies(address, mmap.PAGESIZE)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    memory[0] = 1
+    assert page_map.may_have_copies(address, mmap.PAGESIZE)
 
 
 def test_who_is_sent_gathered_weights_is_told_and_gets_no_zeros():

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_fsdp_toy.sharding.transports.pool import SharedPool
+
 __all__ = ["LiveTensors"]
 
 
@@ -31,8 +33,18 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.on_change = on_change
+        self._pool: SharedPool | None = None
+        self._in_segment: list[tuple[int, int]] = []  # addresses
         for tensor in known:
             self._add(tensor)
+
+    def follow(self, pool: SharedPool) -> None:
+        """Count memory that ranks share by the kernel's count of the segment, used or not.
+
+        Tensors in it are not counted besides. Call it when all units have been gathered once, so
+        that all that is ever mapped of the segment is.
+        """
+        self._pool, self._in_segment = pool, pool.segment.mapped_at()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what one operation returns."""
@@ -59,4 +71,13 @@ class LiveTensors(TorchDispatchMode):
     def bytes(self) -> int:
         """Bytes that live now: storages lose and regain memory while they live."""
         live = (ref() for ref in list(self.storages.values()))
-        return sum(storage.nbytes() for storage in live if storage is not None)
+        outside: list[int] = [
+            storage.nbytes()
+            for storage in live
+            if storage is not None and not self._is_shared(storage)
+        ]
+        return sum(outside) + (0 if self._pool is None else self._pool.held_bytes)
+
+    def _is_shared(self, storage: torch.UntypedStorage) -> bool:
+        address = storage.data_ptr()
+        return any(first <= address < end for first, end in self._in_segment)

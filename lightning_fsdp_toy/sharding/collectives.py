@@ -189,7 +189,7 @@ class Transport(ABC):
         """Return for each flag whether any rank has it set (a few bytes, never on the device)."""
         if self._control is None or self.world_size == 1 or not flags:
             return flags
-        tensor = torch.tensor(flags, dtype=torch.uint8)
+        tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._compare("agreement", unit, f"{len(flags)} flags")
         named = self._named("agreement on used parameters", unit, self._control)
         with named, self.ledger.blocking("control", unit, len(flags), len(flags)):

@@ -265,6 +265,21 @@ class SharedPool:
         if not _is_alive(self._pids[rank]) and blocker() == rank:
             raise RuntimeError(f"rank {rank} (process {self._pids[rank]}) has ended")
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the segment that have memory, by the kernel's count.
+
+        Without the reduce buffers that other ranks keep; homes that they use count.
+        """
+        plan = self.plan
+        kept = [
+            each.reduced_bytes
+            for at, each in enumerate(plan.reservations)
+            if plan.keeps_reduce_home(at)
+        ]
+        others = sum(pages(size) for size in (*plan.ring_bytes, *kept)) * (self.num_ranks - 1)
+        return self.segment.held_bytes - others
+
     # -- places ---------------------------------------------------------------------------------
 
     def holders(self, place: int) -> list[int]:

@@ -28,6 +28,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from lightning_fsdp_toy.sharding.transports.page_map import PageMap
+
 __all__ = ["Segment", "SharedMemoryError", "can_share", "control_bytes", "pages"]
 
 PAGE_BYTES = mmap.PAGESIZE  # offsets are multiples
@@ -37,7 +39,6 @@ _SYS_FUTEX = {"x86_64": 202}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 0x7FFFFFFF
 _FALLOC_PUNCH_HOLE = 3  # and keep the size
 _MAP_FIXED = 0x10
-_ABSENT, _OF_FILE = 0, -3  # of a page, see the kernel's Documentation/admin-guide/mm/pagemap.rst
 _CELL, _BELL = 8, 64  # bytes; a bell has a cache line of its own
 _LIBC = ctypes.CDLL(None, use_errno=True)  # gives up the GIL
 _QUICK_LIBC = ctypes.PyDLL(None)  # keeps it
@@ -80,10 +81,9 @@ class Segment:
             what = path or _DIRECTORY
             raise SharedMemoryError(f"{what}: {os.strerror(error.errno or 0)}") from error
         weakref.finalize(self, os.close, self._fd)
-        self._page_map = _open_page_map()
-        if self._page_map is not None:
-            weakref.finalize(self, os.close, self._page_map)
-        self._private: dict[int, torch.UntypedStorage] = {}  # by offset
+        self._page_map = PageMap()
+        # By offset, with the address: torch may give a storage other memory (`share_memory_`).
+        self._private: dict[int, tuple[torch.UntypedStorage, int]] = {}
         control = memoryview(self._shared)[: _CELL * num_cells]
         self.cells = control.cast("q")
         self._bell_offset = _cell_bytes(num_cells)
@@ -107,29 +107,15 @@ class Segment:
 
         Call it when the others have written. What this rank writes stays with it.
         """
-        storage = self._private.get(offset)
-        if storage is None:
-            storage = self._private[offset] = self._map_private(offset, num_bytes)
-        elif self._has_copies(storage.data_ptr(), num_bytes):
-            address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(num_bytes)
-            _LIBC.madvise(address, length, mmap.MADV_DONTNEED)
+        storage, address = self._private.get(offset, (None, 0))
+        if storage is None or storage.data_ptr() != address:
+            storage = self._map_private(offset, num_bytes)
+            self._private[offset] = storage, storage.data_ptr()
+        elif self._page_map.may_have_copies(address, num_bytes):
+            where = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+            if _LIBC.madvise(*where, mmap.MADV_DONTNEED) != 0:  # not of locked memory
+                self._map_over(address, offset, num_bytes)
         return storage
-
-    def _has_copies(self, address: int, num_bytes: int) -> bool:
-        """Whether pages of a private mapping may have been written to, and so been copied.
-
-        Pages that were only read are left in place: faulting them in again costs as much as
-        copying what is in them.
-        """
-        if self._page_map is None:
-            return True
-        entries = torch.empty(num_bytes // PAGE_BYTES, dtype=torch.int64)
-        view = (ctypes.c_char * (8 * entries.numel())).from_address(entries.data_ptr())
-        offset = address // PAGE_BYTES * 8
-        if os.preadv(self._page_map, [view], offset) != 8 * entries.numel():
-            return True
-        kinds = entries >> 61  # two's complement of the bits: present, swapped, of a file
-        return bool(((kinds != _ABSENT) & (kinds != _OF_FILE)).any())
 
     def leave(self, offset: int, storage: torch.UntypedStorage) -> None:
         """Leave the view of the memory to ``storage``, as it is now; the next is another one."""
@@ -148,16 +134,39 @@ class Segment:
         """
         self.require(num_bytes)
         storage = torch.UntypedStorage(num_bytes)
+        try:
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise SharedMemoryError(f"{os.devnull}, to map a unit: {reason}") from error
         descriptor, _ = storage._share_fd_cpu_()  # the storage's own
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-        address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(num_bytes)
-        mapped = _LIBC.mmap(address, length, access, flags, self._fd, ctypes.c_long(offset))
-        if mapped != storage.data_ptr():
-            raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._map_over(storage.data_ptr(), offset, num_bytes)
         os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
         return storage
+
+    def _map_over(self, address: int, offset: int, num_bytes: int) -> None:
+        """Map this rank's view of the memory at some address, whatever is there."""
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        where = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+        mapped = _LIBC.mmap(*where, access, flags, self._fd, ctypes.c_long(offset))
+        if mapped != address:
+            raise SharedMemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of it that have memory, by the kernel's count."""
+        return 512 * os.fstat(self._fd).st_blocks
+
+    def mapped_at(self) -> list[tuple[int, int]]:
+        """Return which addresses of this process are it: first, and one past the last."""
+        inode, found = str(os.fstat(self._fd).st_ino), []
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            for addresses, _, _, _, of, *_ in (line.split() for line in lines):
+                if of == inode:
+                    first, _, end = addresses.partition("-")
+                    found.append((int(first, 16), int(end, 16)))
+        return found
 
     def commit(self, offset: int, num_bytes: int) -> None:
         """Take memory now, so that writing cannot fail later.
@@ -227,14 +236,6 @@ def can_share() -> bool:
     """Whether this system has what a segment is made of, and torch what buffers are."""
     is_linux = hasattr(os, "O_TMPFILE") and hasattr(mmap, "MADV_DONTNEED")
     return is_linux and _SYS_FUTEX is not None and hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def _open_page_map() -> int | None:
-    """Open what tells which pages of this process are copies; None if there is no such thing."""
-    try:
-        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def _make(num_bytes: int) -> int:

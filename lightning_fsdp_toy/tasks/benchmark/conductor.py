@@ -5,7 +5,7 @@ Note: rounds
 
         round 1    toy_fsdp | ddp | fsdp | floor
         round 2    floor | fsdp | ddp | toy_fsdp
-        round 3    toy_fsdp | ddp | ...
+        round 3    ddp | fsdp | floor | toy_fsdp
 
     Machines drift, so a time says little, but the ratio of two times in one round says much. Every
     turn begins with a step that does not count: others have run meanwhile, and nothing of the
@@ -97,15 +97,18 @@ class Conductor:
         """Take turns, round by round, until the ratios are sure or there are enough rounds."""
         start_s, number = time.monotonic(), 0
         while share(self._wants_more(number, time.monotonic() - start_s)):
-            names = list(self.result.variants)
-            own = {
-                name: self._time_turn(name)
-                for name in (names if number % 2 == 0 else reversed(names))
-            }
+            own = {name: self._time_turn(name) for name in self._order(number)}
             slowest = gather(own)
             for name, measured in self.result.variants.items():
                 measured.step_s.append(max(each[name] for each in slowest))
             number += 1
+
+    def _order(self, number: int) -> list[str]:
+        """Return whose turn it is in a round: others first every time, and both ways round."""
+        names = list(self.result.variants)
+        first = number // 2 % len(names)
+        order = names[first:] + names[:first]
+        return order if number % 2 == 0 else order[::-1]
 
     def _time_turn(self, name: str) -> float:
         self.crew.ask(name, TIME, 1)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_fsdp_toy.tasks.benchmark.peak import TensorPeak
 
@@ -25,8 +26,8 @@ class PeakWatch(Protocol):
 
     def __exit__(self, *error: Any) -> None: ...
 
-    def restart(self) -> None:
-        """Begin anew from what lives now."""
+    def restart(self, model: nn.Module) -> None:
+        """Begin anew from what lives now; `model` has taken some steps."""
 
 
 class Device:
@@ -93,7 +94,7 @@ class _AllocatorPeak:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def restart(self) -> None:
+    def restart(self, model: nn.Module) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -9,6 +9,8 @@ Note: the closed form of the peak
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from lightning_fsdp_toy.monitors.counting import count_tensor_bytes
 from lightning_fsdp_toy.monitors.live_tensors import LiveTensors
 from lightning_fsdp_toy.sharding import get_root
@@ -23,14 +25,21 @@ Activations = dict[tuple[str, int], int]
 
 
 class TensorPeak(LiveTensors):
-    """Measures on the CPU how many bytes of tensors made inside it live at most."""
+    """Measures on the CPU how many bytes of tensors made inside it live at most.
+
+    Memory that ranks share counts wholly, whether or not something is in it.
+    """
 
     def __init__(self) -> None:
         super().__init__([], self._look)
         self.peak_bytes = 0
 
-    def restart(self) -> None:
+    def restart(self, model: nn.Module) -> None:
         """Begin anew from what lives now."""
+        root = model.__dict__.get("_fsdp_root")
+        pool = getattr(root.mesh.shards, "pool", None) if root is not None else None
+        if pool is not None:
+            self.follow(pool)
         self.peak_bytes = self.bytes
 
     def _look(self, live: int, is_before: bool) -> None:

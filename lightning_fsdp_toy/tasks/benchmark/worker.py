@@ -133,7 +133,7 @@ def _run(spec: WorkerSpec, connection: Connection, device: Device) -> None:
         points, steps = _make_steps(spec, device)
         for _ in range(_NUM_MEASURED_FROM):
             steps.step()
-        peak.restart()
+        peak.restart(steps.model)
         steps.step()
         facts = {"peak_bytes": peak.peak_bytes}
     session.ready(points, facts | _facts(spec, steps))
