@@ -321,7 +321,11 @@ def _three_forwards(net, change=None):
 def _move_in_forward():
     """Torch swaps the memory of a weight for that of a file with a name."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    _three_forwards(make_plain(), lambda module, _: module[0].weight.detach().share_memory_())
+
+    def move(module, _):
+        module[0].weight.detach().share_memory_()
+
+    _three_forwards(make_plain(), move)
 
 
 def _gather_where_meta_is_the_default():
