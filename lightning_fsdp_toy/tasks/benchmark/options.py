@@ -51,8 +51,10 @@ class BenchmarkOptions:
         known = tuple(cls.__dataclass_fields__)
         if not isinstance(given, dict) or set(given) != set(known):
             raise ValueError(f"`benchmark`: expected the keys {', '.join(known)}, got {given}")
-        for key, least in (("rounds", 2), ("warm_up", 1), ("max_rounds", given["rounds"])):
+        for key, least in (("rounds", 2), ("warm_up", 1)):
             _check_count(key, given[key], least)
+        fewest = min(given["rounds"], _QUICK_ROUNDS) if given["quick"] else given["rounds"]
+        _check_count("max_rounds", given["max_rounds"], fewest)
         if given["steps"] is not None:
             _check_count("steps", given["steps"], 1)
         for key in ("max_spread", "timeout"):

@@ -161,6 +161,7 @@ def describe_noise(ratios: Ratios, num_rounds: int, max_spread: float) -> str:
     return (
         f"too noisy: after {num_rounds} rounds the time of `{name}` is still {low:.2f} to "
         f"{high:.2f} times that of `{base}` (95 % interval, {spread:.0%} wide, at most "
-        f"{max_spread:.0%} wanted): stop what else runs on this machine, or raise "
-        "`benchmark.max_rounds`, `benchmark.steps` or `benchmark.max_spread`"
+        f"{max_spread:.0%} wanted): stop what else runs on this machine, leave out "
+        "`benchmark.quick`, or raise `benchmark.max_rounds`, `benchmark.steps` or "
+        "`benchmark.max_spread`"
     )
