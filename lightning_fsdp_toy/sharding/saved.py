@@ -122,10 +122,9 @@ class SavedTensors:
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a unit's buffer."""
-        return bool(self._by_ptr) and self._find(tensor.untyped_storage()) is not None
+        return bool(self._by_ptr) and self._find(tensor.untyped_storage().data_ptr()) is not None
 
-    def _find(self, storage: UntypedStorage) -> tuple[Unit, FlatParameter, GatheredBuffer] | None:
-        ptr = storage.data_ptr()
+    def _find(self, ptr: int) -> tuple[Unit, FlatParameter, GatheredBuffer] | None:
         found = self._by_ptr.get(ptr)
         if found is not None and found[2].ptr != ptr:
             return None  # `share_memory_` has moved that buffer, and this memory is another's now
@@ -134,8 +133,9 @@ class SavedTensors:
     def pack(self, outer: _Hooks | None, tensor: Tensor) -> Any:
         """Replace a view of a unit's buffer by a handle; give others to ``outer``, or keep them."""
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        found = None if storage is None else self._by_ptr.get(storage.data_ptr())
-        if found is None or storage is None or self._find(storage) is None:
+        ptr = -1 if storage is None else storage.data_ptr()
+        found = self._find(ptr) if ptr in self._by_ptr else None
+        if found is None:
             return self._pack_other(outer, tensor, storage)
         unit, flat, buffer = found
         original = flat.original_at(int(tensor.storage_offset()))
@@ -177,9 +177,11 @@ class SavedTensors:
         """Return the tensor again, unsharding its unit if it was a view of one."""
         if isinstance(packed, _Handle):
             return self._unpack_handle(packed)
-        if type(packed) is tuple or isinstance(packed, _Counted):
-            tensor: Tensor = packed.tensor if isinstance(packed, _Counted) else packed[0]
-            version = packed.version if isinstance(packed, _Counted) else packed[1]
+        if isinstance(packed, _Counted):
+            packed = packed.tensor, packed.version
+        if type(packed) is tuple:
+            tensor: Tensor = packed[0]
+            version: int = packed[1]
             if tensor._version != version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
